@@ -111,10 +111,10 @@ def test_copy_of_a_module_computes_with_its_own_weights() -> None:
     module = Counting().eval()
     recompute_in_backward(module)
     run_under_autocast(module, "cpu", torch.bfloat16)
-    twin = copy.deepcopy(module)
+    reference = copy.deepcopy(module)
     with torch.no_grad():
-        twin.weight.mul_(2.0)
-    assert torch.equal(twin(torch.ones(3)), torch.full((3,), 2.0).exp())
+        reference.weight.mul_(2.0)
+    assert torch.equal(reference(torch.ones(3)), torch.full((3,), 2.0).exp())
     assert module.calls == 0
 
 

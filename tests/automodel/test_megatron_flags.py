@@ -176,9 +176,9 @@ def test_model_on_the_meta_device_gets_the_values_of_a_real_one_under_the_same_s
         torch.manual_seed(5)
         expected = dict(make(config, dtype=FP32).named_parameters())
         with torch.device("meta"):
-            twin, refused = make(config, dtype=FP32), make(config, dtype=FP32)
+            reference, refused = make(config, dtype=FP32), make(config, dtype=FP32)
         torch.manual_seed(5)
-        model = parallel(twin, init_fsdp_with_meta_device=True)
+        model = parallel(reference, init_fsdp_with_meta_device=True)
         assert_equal_tensors(parameters_of(model), expected)
         logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
         assert bool(logits.isfinite().all())

@@ -225,7 +225,7 @@ def test_some_of_the_ranks_save_for_themselves(tmp_path: Path) -> None:
         mark_from_first(folder, dist.get_rank(group))
 
     with closing(BackgroundSaver(group)) as saver:
-        saver.start({}, lambda _, twin: mine.write(1, writer, group=twin))
+        saver.start({}, lambda _, copy: mine.write(1, writer, group=copy))
     assert sorted(path.name for path in mine.resolve().iterdir()) == [".metadata", *(f"rank{each}" for each in ranks)]
 
 

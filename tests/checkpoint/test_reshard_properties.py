@@ -21,7 +21,7 @@ from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.shards import Box, ShardDescription
 from megatron_fsdp.sharding.units import GroupKey, ParameterInfo, group_parameters
 
-# ---- what ranks would hold: the engine's own planning, with stand-ins for meshes and process groups ------------------
+# ---- what ranks would hold: the engine's own planning, with proxies for meshes and process groups ------------------
 
 _TENSOR_PARALLEL = {0: "column", 1: "row"}
 

@@ -45,7 +45,7 @@ CASES = [
     *((allocator, 3) for allocator in (WeightAllocator.SLOTS, WeightAllocator.RESIZE)),
 ]
 GROUPS = 1 + len(WIDTHS)
-STAND_INS = {WeightAllocator.SLOTS: 4, WeightAllocator.RESIZE: 4 + 4 * len(WIDTHS), WeightAllocator.DOUBLE_BUFFER: 8}
+PROXIES = {WeightAllocator.SLOTS: 4, WeightAllocator.RESIZE: 4 + 4 * len(WIDTHS), WeightAllocator.DOUBLE_BUFFER: 8}
 """Bytes of the elements that released parameters point to; one per group whose memory was given back."""
 ROOT, FLOOR, WIDE, MIDDLE = (4 * numel for numel in (2 * 256, 32 * 32, 32 * 64, 32 * 48))  # float32 bytes
 TAKEN_AT_WRAP = {
@@ -110,7 +110,7 @@ def test_bytes_and_traffic_are_those_of_the_formulas(allocator: WeightAllocator,
     same_on_ranks([after_backward, model.memory().gathered_bytes])
     assert model.memory().gathered_bytes == kept
     counters = sum(state["step"].nbytes for state in optimizer.state.values())
-    assert held_bytes() - before - counters == weights + kept + STAND_INS.get(allocator, 0)
+    assert held_bytes() - before - counters == weights + kept + PROXIES.get(allocator, 0)
     # At the peak of a step, beyond what is held before: what is borrowed and what the model takes.
     gathered = formula.gathered - kept
     own = unsharded_bytes + passing.local_sum + passing.cast_grads

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from megatron_fsdp import fully_shard, fully_shard_model
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from tests.support.on_ranks import fixed_seed, on_ranks, refusal
-from tests.support.optimizer_twins import flat, hybrid
+from tests.support.optimizer_reference import flat, hybrid
 
 WIDTH = 6
 X = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)

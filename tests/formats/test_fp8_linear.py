@@ -29,7 +29,7 @@ from megatron_fsdp.formats import fp8_linear
 from megatron_fsdp.formats.fp8_linear import Fp8Weight, scaled_product, to_float8
 from tests.conftest import RunRanks
 from tests.support.on_ranks import on_ranks
-from tests.support.optimizer_twins import hybrid
+from tests.support.optimizer_reference import hybrid
 from tests.support.zoo import MODEL_CASES
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -14,7 +14,7 @@ from megatron_fsdp import fully_shard, fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.arrangements import divide_tensors, hybrid_arguments, tensor_parallel
 from tests.support.on_ranks import on_ranks, refusal
-from tests.support.optimizer_twins import hybrid
+from tests.support.optimizer_reference import hybrid
 from tests.support.tensor_extension import Coded
 
 SAMPLES, STEPS = 12, 4

@@ -16,7 +16,7 @@ from megatron_fsdp.optim import adamw8bit
 from megatron_fsdp.optim.adamw8bit import dynamic_map, scales_in_blocks, scales_shape
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription, TensorParallelCut
 from tests.support.on_ranks import fixed_seed, on_ranks, refusal
-from tests.support.optimizer_twins import drawn, flat
+from tests.support.optimizer_reference import drawn, flat
 
 SHAPES = ((40, 33), (7, 512), (1000,), (3, 20, 17), (5,))
 

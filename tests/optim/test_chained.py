@@ -13,7 +13,7 @@ from megatron_fsdp import AdamW8bit, ChainedOptimizer, fully_shard_model, fully_
 from megatron_fsdp.errors import ConfigurationError
 from tests.optim.full_tensor.test_step import Factored
 from tests.support.on_ranks import fixed_seed, on_ranks, refusal, same_on_ranks
-from tests.support.optimizer_twins import Matrices, Twins, drawn, flat
+from tests.support.optimizer_reference import Matrices, ReferencePair, drawn, flat
 
 
 class Mixed(Matrices):
@@ -92,29 +92,29 @@ def test_a_member_that_fails_on_one_rank_fails_on_all_which_say_what_has_stepped
             torch.optim.AdamW(others[:1]), Failing(others[1:], ranks=[1]), torch.optim.Muon(matrices, lr=0.1)
         )
 
-    twins = Twins(mixed(), make, flat(3))
-    before = [param._local_tensor.clone() for param in twins.params]  # type: ignore[attr-defined]
-    failing, reference = twins.optimizer.optimizers[1], twins.reference.optimizers[1]  # type: ignore[attr-defined]
+    pair = ReferencePair(mixed(), make, flat(3))
+    before = [param._local_tensor.clone() for param in pair.params]  # type: ignore[attr-defined]
+    failing, reference = pair.optimizer.optimizers[1], pair.reference.optimizers[1]  # type: ignore[attr-defined]
     reference.ranks = []
-    assert refusal(twins.step, 0, error=RuntimeError).endswith(
+    assert refusal(pair.step, 0, error=RuntimeError).endswith(
         "AdamW stepped; Failing failed on rank 1 (MemoryError: no room for the step); Muon stepped; load a checkpoint "
         "before the next step"
     )
-    twins.reference.step()
-    for param, start, whole in zip(twins.params, before, twins.copies, strict=True):
+    pair.reference.step()
+    for param, start, whole in zip(pair.params, before, pair.copies, strict=True):
         wanted = param.shard_spec.take(whole)  # type: ignore[attr-defined]
         kept = dist.get_rank() == 1 and param in set(failing.param_groups[0]["params"])
         assert torch.equal(param._local_tensor, start if kept else wanted.detach())  # type: ignore[attr-defined]
     failing.ranks = [0, 1, 2]
     with pytest.raises(RuntimeError, match="Failing failed on all ranks"):
-        twins.step(1)
+        pair.step(1)
 
 
 @on_ranks(2)
 def test_a_member_that_fails_on_all_ranks_together_ends_the_step_of_the_chain() -> None:
     from megatron_fsdp.optim.full_tensor import muon
 
-    twins = Twins(mixed(), chain, flat(3))
+    pair = ReferencePair(mixed(), chain, flat(3))
 
     def fails(*_args: object) -> Any:
         raise MemoryError("no room for the product")
@@ -123,12 +123,12 @@ def test_a_member_that_fails_on_all_ranks_together_ends_the_step_of_the_chain() 
         if dist.get_rank() == 1:
             patch.setattr(muon, "_zeropower_via_newtonschulz", fails)
         with pytest.raises(RuntimeError) as raised:
-            twins.step(0)
+            pair.step(0)
     told = same_on_ranks(str(raised.value))
     assert told.startswith("the step of a ChainedOptimizer failed: Muon failed on all ranks (RankError: ")
     assert told.endswith("; AdamW was not begun; AdamW8bit was not begun; no weights were changed")
-    twins.step(1)
-    assert all(state for state in twins.optimizer.state.values())
+    pair.step(1)
+    assert all(state for state in pair.optimizer.state.values())
 
 
 # ---- members that step whole tensors --------------------------------------------------------------------------------
@@ -147,9 +147,9 @@ def chain_of_whole_tensors(params: Sequence[Any]) -> ChainedOptimizer:
 
 @on_ranks(3)
 def test_a_member_of_whole_tensors_that_fails_on_one_rank_ends_the_step_of_the_chain_on_all() -> None:
-    twins = Twins(mixed(), chain_of_whole_tensors, flat(3))
-    twins.step(0)
-    before = [param.full_tensor().clone() for param in twins.params]  # type: ignore[attr-defined]
+    pair = ReferencePair(mixed(), chain_of_whole_tensors, flat(3))
+    pair.step(0)
+    before = [param.full_tensor().clone() for param in pair.params]  # type: ignore[attr-defined]
 
     def fails(*_args: object) -> Any:
         raise MemoryError("no room")
@@ -158,13 +158,13 @@ def test_a_member_of_whole_tensors_that_fails_on_one_rank_ends_the_step_of_the_c
         if dist.get_rank() == 2:
             patch.setattr(torch.optim.Adafactor, "step", fails)
         with pytest.raises(RuntimeError) as raised:
-            twins.step(1)
+            pair.step(1)
     assert same_on_ranks(str(raised.value)) == (
         "the step of a ChainedOptimizer failed: Adafactor failed on all ranks (RankError: the optimizer's step "
         "failed (rank 2: MemoryError: no room); no weights were changed on any rank); Muon was not begun; AdamW was "
         "not begun; Factored was not begun; no weights were changed"
     )
-    after = [param.full_tensor() for param in twins.params]  # type: ignore[attr-defined]
+    after = [param.full_tensor() for param in pair.params]  # type: ignore[attr-defined]
     assert all(map(torch.equal, before, after))
 
 
@@ -172,32 +172,32 @@ def test_a_member_of_whole_tensors_that_fails_on_one_rank_ends_the_step_of_the_c
 @on_ranks(2)
 def test_a_hook_of_a_member_that_fails_on_one_rank_fails_the_step_of_the_chain_on_all(place: int) -> None:
     """Adafactor's, Muon's, whose peers wait for messages, and the last one's."""
-    twins = Twins(mixed(), chain_of_whole_tensors, flat(3))
-    member = twins.optimizer.optimizers[place]  # type: ignore[attr-defined]
+    pair = ReferencePair(mixed(), chain_of_whole_tensors, flat(3))
+    member = pair.optimizer.optimizers[place]  # type: ignore[attr-defined]
 
     def fails(*_step_arguments: object) -> None:
         if dist.get_rank() == 1:
             raise ValueError("no step today")
 
     handle = member.register_step_pre_hook(fails)
-    told = refusal(twins.step, 0, error=RuntimeError)
+    told = refusal(pair.step, 0, error=RuntimeError)
     assert f"{type(member).__name__} failed on all ranks (RankError: the optimizer's step failed (rank 1: Value" in told
     handle.remove()
-    fresh = Twins(mixed(), chain_of_whole_tensors, flat(3))
+    fresh = ReferencePair(mixed(), chain_of_whole_tensors, flat(3))
     fresh.step(0)
     assert fresh.differing() == []
 
 
 @on_ranks(2)
 def test_hooks_and_schedules_of_members_see_the_members_and_sharded_parameters() -> None:
-    twins = Twins(mixed(), chain_of_whole_tensors, flat(3))
-    members = twins.optimizer.optimizers  # type: ignore[attr-defined]
+    pair = ReferencePair(mixed(), chain_of_whole_tensors, flat(3))
+    members = pair.optimizer.optimizers  # type: ignore[attr-defined]
     seen: list[tuple[str, object, int]] = []
     for each in members:
         each.register_step_pre_hook(lambda own, *_: seen.append(("before", own, len(own.state))))
         each.register_step_post_hook(lambda own, *_: seen.append(("after", own, len(own.state))))
     schedules = [torch.optim.lr_scheduler.StepLR(each, 1) for each in members]
-    twins.step(0)
+    pair.step(0)
     counts = [sum(len(group["params"]) for group in each.param_groups) for each in members]
     assert seen == [
         entry
@@ -206,22 +206,22 @@ def test_hooks_and_schedules_of_members_see_the_members_and_sharded_parameters()
     ]
     for schedule in schedules:
         schedule.step()  # warns, which is an error here, of an optimizer that has not stepped
-    assert [group["lr"] for group in twins.optimizer.param_groups] == pytest.approx([0.01, 0.01, 0.02, 0.01])
+    assert [group["lr"] for group in pair.optimizer.param_groups] == pytest.approx([0.01, 0.01, 0.02, 0.01])
 
 
 @on_ranks(2)
 def test_a_chain_of_optimizers_that_were_connected_before_steps_once() -> None:
-    twins = Twins(mixed(), chain_of_whole_tensors, flat(3))
+    pair = ReferencePair(mixed(), chain_of_whole_tensors, flat(3))
     model = fully_shard_model(mixed(), fsdp_unit_modules=[nn.Linear], **flat(3))
     params: list[Any] = list(model.parameters())
     members = chain_of_whole_tensors(params).optimizers
     chained = fully_shard_optimizer(ChainedOptimizer(*map(fully_shard_optimizer, members)))
     for step in range(2):
-        twins.step(step)
-        for param, other in zip(params, twins.params, strict=True):
+        pair.step(step)
+        for param, other in zip(params, pair.params, strict=True):
             param.grad = other.grad
         chained.step()
-    for param, other in zip(params, twins.params, strict=True):
+    for param, other in zip(params, pair.params, strict=True):
         assert torch.equal(param.full_tensor(), other.full_tensor())  # type: ignore[attr-defined]
 
 

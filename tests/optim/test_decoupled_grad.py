@@ -19,7 +19,7 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from tests.support import api_net
 from tests.support.api_net import backward, batches, build, largest_difference, mesh, weights
 from tests.support.on_ranks import on_ranks, refusal
-from tests.support.optimizer_twins import Make, Twins, drawn, flat, matrices
+from tests.support.optimizer_reference import Make, ReferencePair, drawn, flat, matrices
 
 STRATEGIES = [0, 1, 2, 3]
 BF16_GRADS = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.bfloat16)
@@ -155,7 +155,7 @@ def test_what_is_in_grad_all_the_same_is_added(strategy: int) -> None:
     assert largest_difference(shown(model), {name: grad + 1.0 for name, grad in whole_gradients().items()}) <= 1e-6
 
 
-class DecoupledTwins(Twins):
+class DecoupledReferencePair(ReferencePair):
     """With gradients of float64, which one process has in `.grad` of parameters of float32."""
 
     def step(self, step: int, without: int | None = None) -> None:
@@ -191,11 +191,11 @@ class Declared(DecoupledSGD):
 def test_optimizers_of_whole_tensors_read_them_uncast(kind: str, strategy: int) -> None:
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float64)
     arguments = {**flat(strategy), "mixed_precision_policy": policy, "use_decoupled_grad": True}
-    twins = DecoupledTwins(matrices(), KINDS[kind], arguments)
+    pair = DecoupledReferencePair(matrices(), KINDS[kind], arguments)
     for step in range(3):
-        twins.step(step, without=2 if step == 0 else None)
-        assert twins.differing() == [], f"step {step}"
-    assert kind != "muon" or twins.optimizer.state[twins.params[0]]["momentum_buffer"].dtype == torch.float64
+        pair.step(step, without=2 if step == 0 else None)
+        assert pair.differing() == [], f"step {step}"
+    assert kind != "muon" or pair.optimizer.state[pair.params[0]]["momentum_buffer"].dtype == torch.float64
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ import torch
 from megatron_fsdp import steps_whole_tensors
 from tests.conftest import RunRanks
 from tests.support.on_ranks import on_ranks
-from tests.support.optimizer_twins import Twins, flat, matrices, three_steps
+from tests.support.optimizer_reference import ReferencePair, flat, matrices, three_steps
 
 library = pytest.importorskip("pytorch_optimizer")
 
@@ -30,11 +30,11 @@ def test_optimizers_of_a_library_step_as_in_one_process(name: str) -> None:
     three_steps(matrices(), partial(make, name), flat(3), without=2)
 
 
-def after(name: str, steps: int) -> Twins:
-    twins = Twins(matrices(), partial(make, name), flat(3))
+def after(name: str, steps: int) -> ReferencePair:
+    pair = ReferencePair(matrices(), partial(make, name), flat(3))
     for step in range(steps):
-        twins.step(step)
-    return twins
+        pair.step(step)
+    return pair
 
 
 def save(name: str, folder: Path) -> None:

@@ -92,7 +92,7 @@ def wrap(build_model: Callable[[], nn.Module], strategy: int) -> MegatronFSDP:
 
 
 def connect(model: MegatronFSDP, make: Make, on_dtensors: bool = False) -> torch.optim.Optimizer:
-    """A connected optimizer; with `on_dtensors` a hook puts the optimizer itself back in place of its stand-in."""
+    """A connected optimizer; with `on_dtensors` a hook puts the optimizer itself back instead of its proxy."""
     optimizer = fully_shard_optimizer(make([param for param in model.parameters() if param.requires_grad]))
     if on_dtensors:
         optimizer.register_step_pre_hook(lambda own, args, kwargs: ((own, *args[1:]), kwargs))

@@ -15,7 +15,7 @@ from megatron_fsdp.optim.full_tensor import exchange, muon
 from megatron_fsdp.optim.full_tensor import step as full_tensor_step
 from tests.optim.full_tensor.test_step import Factored
 from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks, refusal, same_on_ranks
-from tests.support.optimizer_twins import Twins, flat, matrices
+from tests.support.optimizer_reference import ReferencePair, flat, matrices
 
 PLACES: dict[str, tuple[Any, str]] = {
     "messages": (exchange.Messages, "__init__"),
@@ -56,29 +56,29 @@ def one_muon(params: Sequence[Any]) -> torch.optim.Optimizer:
 def fail_everywhere(make: Callable[[Sequence[Any]], torch.optim.Optimizer], places: dict[str, tuple[Any, str]]) -> None:
     """Fail on the last rank at the first, a middle and the last call of each function in a step, in waves of one."""
     last = dist.get_world_size() - 1
-    twins = Twins(matrices(), make, flat(3))
+    pair = ReferencePair(matrices(), make, flat(3))
     for place in places.values():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(muon, "WAVE_BYTES", 1)
             counted = Fault(patch, place, at=None)
-            twins.step(0)
+            pair.step(0)
         calls = of_ranks(counted.calls)[last]
         assert calls
         for at in sorted({1, (calls + 1) // 2, calls}):
-            before = [param.full_tensor().clone() for param in twins.params]  # type: ignore[attr-defined]
+            before = [param.full_tensor().clone() for param in pair.params]  # type: ignore[attr-defined]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(muon, "WAVE_BYTES", 1)
                 Fault(patch, place, at)
                 with pytest.raises(RankError) as raised:
-                    twins.step(0)
+                    pair.step(0)
             assert same_on_ranks(str(raised.value)) == (
                 f"the optimizer's step failed (rank {last}: MemoryError: no room); no weights were changed on any rank"
             )
             assert all(
                 torch.equal(param.full_tensor(), value)  # type: ignore[attr-defined]
-                for param, value in zip(twins.params, before, strict=True)
+                for param, value in zip(pair.params, before, strict=True)
             )
-    fresh = Twins(matrices(), make, flat(3))
+    fresh = ReferencePair(matrices(), make, flat(3))
     for number in range(2):
         fresh.step(number)
         assert fresh.differing() == []
@@ -138,17 +138,17 @@ def test_a_hook_or_a_rate_that_fails_on_one_rank_fails_on_all(
             handles.append(optimizer.register_step_pre_hook(fail_on_the_last))
         return optimizer
 
-    twins = Twins(wide(), made, flat(3))
-    group = twins.optimizer.param_groups[-1]
+    pair = ReferencePair(wide(), made, flat(3))
+    group = pair.optimizer.param_groups[-1]
     rate = group["lr"]
     if trouble == "hook":
-        handles.append(twins.optimizer.register_step_pre_hook(fail_on_the_last))
+        handles.append(pair.optimizer.register_step_pre_hook(fail_on_the_last))
     elif trouble == "rate" and dist.get_rank() == 2:
         group["lr"] = "fast"
-    assert "rank 2" in refusal(twins.step, 0, error=RankError)
+    assert "rank 2" in refusal(pair.step, 0, error=RankError)
     group["lr"] = rate
     for handle in handles:
         handle.remove()
     if make is not chained:  # whose SGD has stepped where there was no trouble
-        twins.step(0)
-        assert twins.differing() == []
+        pair.step(0)
+        assert pair.differing() == []

@@ -239,10 +239,10 @@ def planned(case: Case, rank: int) -> dict[str, Any]:
     found = plan_workload(workload, setup, find_machine("h100"))
     held = found.memory
     # where the root's weights were given back, an element of each of its groups stands for them
-    stand_ins = sum(
+    proxies = sum(
         group.precision.compute.itemsize for group in found.model.units[0].groups if group.shards_compute_weights
     )
-    gathered = found.step.moments[-1].gathered_bytes + stand_ins  # stays gathered between steps
+    gathered = found.step.moments[-1].gathered_bytes + proxies  # stays gathered between steps
     return {
         "buffers": (held.compute_weights, held.main_weights, held.main_gradients),
         "state": held.optimizer,

@@ -1,4 +1,4 @@
-"""Files and trackers over restarts; W&B is a stand-in module, since it needs an account."""
+"""Files and trackers over restarts; W&B is a proxy module, since it needs an account."""
 
 import importlib.util
 import math
@@ -63,7 +63,7 @@ def test_tensorboard_holds_every_step_once_after_a_restart(tmp_path: Path) -> No
     assert [event.step for event in found.Scalars("lm loss")] == [1]
 
 
-def stand_in_for_wandb(calls: list[tuple[str, Any]]) -> types.ModuleType:
+def proxy_of_wandb(calls: list[tuple[str, Any]]) -> types.ModuleType:
     """What the writer uses of wandb, with a note of every call."""
 
     class Run:
@@ -87,7 +87,7 @@ def stand_in_for_wandb(calls: list[tuple[str, Any]]) -> types.ModuleType:
 
 def test_wandb_gets_one_run_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, Any]] = []
-    monkeypatch.setitem(sys.modules, "wandb", stand_in_for_wandb(calls))
+    monkeypatch.setitem(sys.modules, "wandb", proxy_of_wandb(calls))
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     train_twice(job_of("--wandb-project", "mine", "--wandb-exp-name", "first"), tmp_path)
     begun = [named for name, named in calls if name == "init"]

@@ -75,9 +75,9 @@ def test_seven_small_collectives_are_all(num_blocks: int) -> None:
     model = build(num_blocks)
     with pytest.MonkeyPatch.context() as patch:
         for name in COLLECTIVES:
-            stand_in = counted(name)
+            proxy = counted(name)
             for module in (dist, distributed_c10d):
-                patch.setattr(module, name, stand_in)
+                patch.setattr(module, name, proxy)
         wrap(model)
     assert calls == EXPECTED
 

@@ -110,16 +110,16 @@ def without_copies(*models: nn.Module) -> Iterator[None]:
             parent._modules[name] = child
 
 
-def fill_adapters(model: nn.Module, twin: nn.Module, peft_config: Any, device: torch.device) -> None:
+def fill_adapters(model: nn.Module, meta_model: nn.Module, peft_config: Any, device: torch.device) -> None:
     """Give adapters the first values that peft would draw in one process; collective over all ranks.
 
-    `twin` is the base on the meta device, before adapters were added; it is consumed. Random states are sent on
+    `meta_model` is the base on the meta device, before adapters were added; it is consumed. Random states are sent on
     `device`; values are drawn on the CPU.
     """
     groups = [dist.group.WORLD] if dist.group.WORLD is not None else []
     with same_random_numbers(groups, device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # given already, when the adapters were added
-        drawn = _with_adapters(twin, peft_config)
+        drawn = _with_adapters(meta_model, peft_config)
     module = unwrap(model)
     values = {name: param.detach() for name, param in drawn.named_parameters() if not param.is_meta}
     buffers = {name: buffer for name, buffer in drawn.named_buffers() if not buffer.is_meta}

@@ -262,10 +262,10 @@ class _AutoModel:
         attention = asked["attn_implementation"]
         more = {} if attention is None else {"attn_implementation": attention}
         dtype = _resolve_dtype(asked["dtype"], config, folder)
-        twin = build_from_config(config, dtype, cls._transformers_class, **more)
+        meta_model = build_from_config(config, dtype, cls._transformers_class, **more)
         if folder is not None:
-            load_generation_config(twin, folder)
-        return _fill(twin, asked, context, folder, cls._new_head)
+            load_generation_config(meta_model, folder)
+        return _fill(meta_model, asked, context, folder, cls._new_head)
 
 
 class AutoModelForCausalLM(_AutoModel):
@@ -288,18 +288,18 @@ class AutoModelForImageTextToText(_AutoModel):
 
 
 def _fill(
-    twin: nn.Module, asked: Mapping[str, Any], context: MeshContext, folder: Path | None, new_head: bool
+    meta_model: nn.Module, asked: Mapping[str, Any], context: MeshContext, folder: Path | None, new_head: bool
 ) -> nn.Module | Pipeline:
-    """Make a parallel model like `twin`, which is on the meta device, and give it its weights; consumes the twin."""
+    """Make a parallel model like `meta_model`, on the meta device, and give it its weights; consumes `meta_model`."""
     strategy, peft_config = asked["distributed_config"], asked["peft_config"]
     if asked["pipeline_config"] is not None and context.sizes.pp == 1:
         raise ConfigurationError("pipeline_config is given and pp_size is 1; leave it out, or give pp_size")
     if peft_config is not None and context.sizes.pp > 1:
         raise ConfigurationError("peft_config cannot be combined with pp_size > 1; use tp_size or dp_size instead")
-    refuse_quantised(twin)
-    # The twin stays as transformers built it: values are drawn in it, a layer at a time.
-    live: nn.Module = copy.deepcopy(twin)
-    saved_config = copy.deepcopy(getattr(twin, "config", None))
+    refuse_quantised(meta_model)
+    # The model on the meta device stays as transformers built it: values are drawn in it, a layer at a time.
+    live: nn.Module = copy.deepcopy(meta_model)
+    saved_config = copy.deepcopy(getattr(meta_model, "config", None))
     if asked["prepare_model"] is not None:
         asked["prepare_model"](live)
     if peft_config is not None:
@@ -309,11 +309,11 @@ def _fill(
     stages = model.parts if is_pipeline else [model]
     whole: Any = merge_stages(stages)
     copies = set(model.tied_copies) if is_pipeline else set()
-    # Filling consumes the twin, and adapters need one too.
-    base_twin = copy.deepcopy(twin) if peft_config is not None else None
+    # Filling consumes the model on the meta device, and adapters need one too.
+    meta_base = copy.deepcopy(meta_model) if peft_config is not None else None
     with without_copies(whole, *stages):
         drawn = fill_weights(
-            (twin, whole, stages),
+            (meta_model, whole, stages),
             folder,
             context.device,
             copies,
@@ -321,8 +321,8 @@ def _fill(
             strict=asked.get("strict", True),
             new_head=new_head,
         )
-    if base_twin is not None:
-        fill_adapters(whole, base_twin, peft_config, context.device)
+    if meta_base is not None:
+        fill_adapters(whole, meta_base, peft_config, context.device)
     if is_pipeline:
         model.equalize_tied()
         whole._keys_to_ignore_on_save = {*(getattr(whole, "_keys_to_ignore_on_save", None) or ()), *copies}
@@ -390,27 +390,29 @@ def fill_weights(
     files lack a weight or have more; with `new_head` the head may be missing, or another. Without a folder all values
     are drawn. Returns the names of the parameters that were drawn on this rank.
     """
-    twin, model, stages = models
+    meta_model, model, stages = models
     filled = set(copies)
     if folder is not None:
         # Not strict: copies of tied weights are not stored here, and a new head may be missing.
         report = load_hf(model, folder, key_mapping=key_mapping, strict=False)
         report = replace(report, missing=tuple(name for name in report.missing if name not in copies))
-        _check(report, folder, twin, strict, new_head)
+        _check(report, folder, meta_model, strict, new_head)
         filled.update(report.loaded)
-    return draw_missing(twin, model, stages, filled, device)
+    return draw_missing(meta_model, model, stages, filled, device)
 
 
-def _check(report: LoadReport, folder: Path, twin: nn.Module, strict: bool, new_head: bool) -> None:
+def _check(report: LoadReport, folder: Path, meta_model: nn.Module, strict: bool, new_head: bool) -> None:
     """Raise if files do not fit, except as the caller allows; the same on every rank."""
-    prefix = f"{getattr(twin, 'base_model_prefix', '')}."
+    prefix = f"{getattr(meta_model, 'base_model_prefix', '')}."
     missing: Sequence[str] = report.missing
     unexpected: Sequence[str] = report.unexpected
     if new_head:
         missing = [name for name in missing if name.startswith(prefix)]
         unexpected = [name for name in unexpected if name.startswith(prefix)]
     if report.reshaped or (strict and (missing or unexpected)):
-        raise CheckpointError(f"{folder} does not fit {type(twin).__name__}: {report}\ngive the folder of such a model")
+        raise CheckpointError(
+            f"{folder} does not fit {type(meta_model).__name__}: {report}\ngive the folder of such a model"
+        )
 
 
 # ---- arguments that all ranks must share -----------------------------------------------------------------------------

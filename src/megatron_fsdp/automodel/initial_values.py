@@ -1,7 +1,7 @@
 """Memory and first values for a model that was made parallel on the meta device.
 
-Values are drawn in a twin: the same model on the meta device, as transformers built it. It is initialised a layer at a
-time, and of each full tensor every rank keeps the boxes that it holds in the live model, for any division. So weights
+Values are drawn in the same model on the meta device, as transformers built it. It is initialised a layer at a time,
+and of each full tensor every rank keeps the boxes that it holds in the live model, for any division. So weights
 depend on the seed, and not on strategy, sizes or ranks.
 """
 
@@ -56,11 +56,11 @@ def _is_meta(tensor: torch.Tensor) -> bool:
 
 
 def draw_missing(
-    twin: nn.Module, model: nn.Module, stages: Sequence[nn.Module], filled: Collection[str], device: torch.device
+    meta_model: nn.Module, model: nn.Module, stages: Sequence[nn.Module], filled: Collection[str], device: torch.device
 ) -> tuple[str, ...]:
     """Draw values for everything that is not in `filled`; collective over all ranks.
 
-    `twin` is the model on the meta device, and is consumed. `stages` are those of this rank, each with its own buffers,
+    `meta_model`, on the meta device, is consumed. `stages` are those of this rank, each with its own buffers,
     or `model` alone. Returns the names of the parameters that were drawn on this rank.
     """
     _, tensors = base_tensors(unwrap(model))
@@ -68,7 +68,7 @@ def draw_missing(
     by_name = {alias: live for live in empty for alias in live.aliases}
     held = {live.name: live.local_boxes() for live in empty}
     wanted: dict[str, LiveTensor] = {}
-    for name, aliases in parameter_names(twin).items():
+    for name, aliases in parameter_names(meta_model).items():
         live = next((by_name[alias] for alias in aliases if alias in by_name), None)
         if live is not None and live.is_parameter:
             wanted[name] = live
@@ -81,13 +81,18 @@ def draw_missing(
     groups = [dist.group.WORLD] if everywhere and dist.group.WORLD is not None else []
     with same_random_numbers(groups, device):
         draw_values(
-            twin, draw_blueprint(twin, everywhere), find_layers(twin).modules(), store, device, may_leave_buffers=True
+            meta_model,
+            draw_blueprint(meta_model, everywhere),
+            find_layers(meta_model).modules(),
+            store,
+            device,
+            may_leave_buffers=True,
         )
     if not everywhere:
         # The walk for buffers may have drawn, and the next draws must equal those after transformers' loading.
         set_random_state(device, before)
     for stage in stages:
-        _fill_buffers(base_tensors(unwrap(stage))[0], twin, filled)
+        _fill_buffers(base_tensors(unwrap(stage))[0], meta_model, filled)
     install_weights(model, list(wanted.values()))
     drawn = tuple(live.name for live in wanted.values())
     left = sorted({live.name for live in empty if live.is_parameter}.difference(drawn))
@@ -99,8 +104,8 @@ def draw_missing(
     return drawn
 
 
-def _fill_buffers(live: nn.Module, twin: nn.Module, filled: Collection[str]) -> None:
-    values = dict(twin.named_buffers(remove_duplicate=False))
+def _fill_buffers(live: nn.Module, meta_model: nn.Module, filled: Collection[str]) -> None:
+    values = dict(meta_model.named_buffers(remove_duplicate=False))
     with torch.no_grad():
         for name, buffer in live.named_buffers(remove_duplicate=False):
             value = values.get(name)

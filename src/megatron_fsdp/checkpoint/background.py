@@ -176,7 +176,7 @@ class BackgroundSaver:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """Create the group of the thread; collective over the ranks."""
-        self.group = _gloo_twin(group)  # over gloo; None where there is this process alone
+        self.group = _gloo_copy(group)  # over gloo; None where there is this process alone
         self.buffers = StagingBuffers()  # host memory of the copies
         self._pool = ThreadPoolExecutor(1, "megatron_fsdp background save")
         self._saves: list[Future[None]] = []  # the last one, until its error has been raised
@@ -250,7 +250,7 @@ class BackgroundSaver:
             ) from error
 
 
-def _gloo_twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def _gloo_copy(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Make a gloo group of the same ranks; return None if this process is alone."""
     if world_size_of() == 1:
         return None

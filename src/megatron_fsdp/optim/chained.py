@@ -155,7 +155,7 @@ class ChainedStep(ExchangingStep):
             first = optimizer.register_step_post_hook(partial(_call, after, way))
             optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
 
-    def stand_in(self, optimizer: Optimizer) -> Optimizer:
+    def proxy(self, optimizer: Optimizer) -> Optimizer:
         """Return a proxy: a chain whose only optimizer is this object."""
         made = object.__new__(ChainedOptimizer)
         made.__dict__ = {**optimizer.__dict__, "optimizers": (self,)}
@@ -212,7 +212,7 @@ class ChainedStep(ExchangingStep):
         if args[0] is not optimizer:
             return None  # it was connected before it was chained, and does by itself what is needed
         self._stands_in = True
-        return (way.stand_in(optimizer), *args[1:]), kwargs
+        return (way.proxy(optimizer), *args[1:]), kwargs
 
     def _after(self, way: Step, optimizer: Optimizer, *_step_arguments: object) -> None:
         if optimizer is self._running and self._stands_in:

@@ -76,7 +76,7 @@ class LocalStep(Step):
         """Return a view that steps some parameters alone; call its `hand_over` after it."""
         return _view_of(optimizer, _LocalTensors(optimizer, None, list(groups)))
 
-    def stand_in(self, optimizer: Optimizer) -> Optimizer:
+    def proxy(self, optimizer: Optimizer) -> Optimizer:
         """Return the proxy to step instead of a connected optimizer; call `finish` after the step.
 
         Returns:

@@ -186,7 +186,7 @@ class _StepHooks:
             self.has_synced = True
             self.sync()
         if args and args[0] is optimizer:
-            args = (self._step.stand_in(optimizer), *args[1:])
+            args = (self._step.proxy(optimizer), *args[1:])
         return args, kwargs
 
     def _around(self, closure: Callable[[], Any], syncs: bool) -> Callable[[], Any]:

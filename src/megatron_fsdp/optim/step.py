@@ -16,7 +16,7 @@ from megatron_fsdp.errors import ConfigurationError
 class Step:
     """Base class of the ways to step one optimizer: runs the step of the optimizer's class on a proxy."""
 
-    def stand_in(self, optimizer: Optimizer) -> Optimizer:
+    def proxy(self, optimizer: Optimizer) -> Optimizer:
         """Return the proxy on which the code of the optimizer's class runs one step."""
         return optimizer
 

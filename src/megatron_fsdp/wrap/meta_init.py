@@ -58,7 +58,7 @@ def uninitialized_parameter(like: nn.Parameter, device: torch.device) -> Uniniti
     return Uninitialized(param, param._version)
 
 
-def _twin(param: nn.Parameter) -> nn.Parameter:
+def _on_meta(param: nn.Parameter) -> nn.Parameter:
     """Make a parameter of the same (global) shape without memory, whose version counter counts writes."""
     empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
     return nn.Parameter(empty, requires_grad=param.requires_grad)
@@ -102,7 +102,7 @@ Owner = tuple[int, str]
 class Blueprint:
     """A model as it was before sharding; holds no memory of its parameters."""
 
-    # by canonical name, on the meta device: the original itself, or a twin of a real one
+    # by canonical name, on the meta device: the original itself, or a copy of a real one
     shapes: Mapping[str, nn.Parameter]
     on_meta: frozenset[str]  # names of the parameters that have to be initialised
     names: Mapping[Owner, str]  # canonical name at each owner of a parameter; a tied one has several
@@ -123,7 +123,7 @@ def draw_blueprint(module: nn.Module, wanted: Collection[str] | None = None) -> 
     on_meta = frozenset(name for name, param in params.items() if param.is_meta and (wanted is None or name in wanted))
     given_up = {id(params[name]) for name in params.keys() - on_meta}
     return Blueprint(
-        {name: param if param.is_meta else _twin(param) for name, param in params.items()},
+        {name: param if param.is_meta else _on_meta(param) for name, param in params.items()},
         on_meta,
         {owner: name for name, of_param in owners.items() for owner in of_param},
         frozenset(of_param[0] for of_param in owners.values()),
@@ -474,7 +474,7 @@ class _Walk:
                 continue
             for attribute, param in part._parameters.items():
                 if param is not None:
-                    shield = _twin(self.blueprint.shapes[self.blueprint.names[id(part), attribute]])
+                    shield = _on_meta(self.blueprint.shapes[self.blueprint.names[id(part), attribute]])
                     shields.append((part, attribute, param, shield))
                     set_parameter(part, attribute, shield)
         return shields

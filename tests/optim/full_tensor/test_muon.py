@@ -25,7 +25,7 @@ from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.counting import LiveBytes
 from tests.support.experts import FLAT, Experts, Sizes, build_with_experts, experts_of
 from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks
-from tests.support.optimizer_twins import Matrices, Twins, drawn, flat, hybrid, matrices, three_steps
+from tests.support.optimizer_reference import Matrices, ReferencePair, drawn, flat, hybrid, matrices, three_steps
 from tests.support.zoo import Block, build_dense
 
 # ---- who computes what ----------------------------------------------------------------------------------------------
@@ -114,8 +114,8 @@ def test_what_goes_to_each_replica_counts_in_a_wave() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(muon, "WAVE_BYTES", 2 * 288)
         patch.setattr(dist, "all_to_all_single", lambda *args, **kwargs: calls.append(0) or send(*args, **kwargs))
-        Twins(equal_matrices(), plain, hybrid(3, "no_shard")).step(0)
-        Twins(equal_matrices(), plain, flat(3)).step(0)
+        ReferencePair(equal_matrices(), plain, hybrid(3, "no_shard")).step(0)
+        ReferencePair(equal_matrices(), plain, flat(3)).step(0)
     assert len(calls) == 2 * 2 + 2 * 1
 
 
@@ -123,7 +123,7 @@ def equal_matrices(count: int = 8, size: int = 12) -> nn.Module:
     return nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(count)))
 
 
-def sent_in_a_step(twins: Twins) -> tuple[int, int]:
+def sent_in_a_step(pair: ReferencePair) -> tuple[int, int]:
     """Bytes that this rank sends in one step of Muon to others, and to itself."""
     sent, send, rank = [0, 0], dist.all_to_all_single, dist.get_rank()
 
@@ -134,15 +134,15 @@ def sent_in_a_step(twins: Twins) -> tuple[int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counted)
-        twins.step(0)
-    assert twins.differing() == []
+        pair.step(0)
+    assert pair.differing() == []
     return sent[0], sent[1]
 
 
 @on_ranks(3)
 def test_a_step_sends_two_bytes_per_element_each_way() -> None:
-    twins = Twins(matrices(), plain, flat(3))
-    assert sum(map(sum, of_ranks(sent_in_a_step(twins)))) == 4 * sum(copy.numel() for copy in twins.copies)
+    pair = ReferencePair(matrices(), plain, flat(3))
+    assert sum(map(sum, of_ranks(sent_in_a_step(pair)))) == 4 * sum(copy.numel() for copy in pair.copies)
 
 
 @pytest.mark.unmerged
@@ -150,11 +150,11 @@ def test_a_step_sends_two_bytes_per_element_each_way() -> None:
 def test_what_is_sent_depends_on_where_a_matrix_lies() -> None:
     """Eight matrices of 144 elements; each is cut up if it is a unit by itself, else it lies whole on its owner."""
     quarter = 8 * 144 // 4
-    assert sum(sent_in_a_step(Twins(equal_matrices(), plain, flat(3)))) == 4 * quarter
-    assert sum(sent_in_a_step(Twins(equal_matrices(), plain, hybrid(3, "no_shard")))) == (2 + 2 * 2) * quarter
+    assert sum(sent_in_a_step(ReferencePair(equal_matrices(), plain, flat(3)))) == 4 * quarter
+    assert sum(sent_in_a_step(ReferencePair(equal_matrices(), plain, hybrid(3, "no_shard")))) == (2 + 2 * 2) * quarter
     for units, others in (([], 0), ([nn.Linear], 2 * 2 * quarter * 3 // 4)):
-        twins = Twins(equal_matrices(), plain, {**flat(3), "fsdp_unit_modules": units})
-        assert sent_in_a_step(twins)[0] == others
+        pair = ReferencePair(equal_matrices(), plain, {**flat(3), "fsdp_unit_modules": units})
+        assert sent_in_a_step(pair)[0] == others
 
 
 class Recorded:
@@ -173,7 +173,7 @@ class Recorded:
 @on_ranks()
 def test_operands_of_the_next_wave_travel_while_one_is_iterated() -> None:
     """Three waves of a matrix for each rank; messages 0, 1, 3 take operands to their owners, 2, 4, 5 results back."""
-    twins = Twins(equal_matrices(3 * dist.get_world_size()), plain, flat(3))
+    pair = ReferencePair(equal_matrices(3 * dist.get_world_size()), plain, flat(3))
     events: list[str] = []
     send, iterate = dist.all_to_all_single, muon._zeropower_via_newtonschulz
 
@@ -190,8 +190,8 @@ def test_operands_of_the_next_wave_travel_while_one_is_iterated() -> None:
         patch.setattr(muon, "WAVE_BYTES", 1)
         patch.setattr(dist, "all_to_all_single", sent)
         patch.setattr(muon, "_zeropower_via_newtonschulz", iterated)
-        twins.step(0)
-    assert twins.differing() == []
+        pair.step(0)
+    assert pair.differing() == []
     order = (
         "send0",
         "send1 wait0 iterate send2",
@@ -204,7 +204,7 @@ def test_operands_of_the_next_wave_travel_while_one_is_iterated() -> None:
 
 def matrices_alive(count: int, size: int) -> tuple[int, list[int]]:
     """Bytes that are alive at the peak of a step of `count` matrices a rank, and operands before each iteration."""
-    twins = Twins(equal_matrices(count * dist.get_world_size(), size), plain, flat(3))
+    pair = ReferencePair(equal_matrices(count * dist.get_world_size(), size), plain, flat(3))
     operands: list[weakref.ref[torch.UntypedStorage]] = []
     alive, iterate = [], muon._zeropower_via_newtonschulz
 
@@ -215,13 +215,13 @@ def matrices_alive(count: int, size: int) -> tuple[int, list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(muon, "WAVE_BYTES", 1)
-        twins.step(0)  # which makes the momentum
-        for index, (param, copy) in enumerate(zip(twins.params, twins.copies, strict=True)):
+        pair.step(0)  # which makes the momentum
+        for index, (param, copy) in enumerate(zip(pair.params, pair.copies, strict=True)):
             spec = param.shard_spec  # type: ignore[attr-defined]
             param.grad = UnevenDTensor.wrap(spec.take(drawn(copy.shape, 1, index)).clone(), spec)
         patch.setattr(muon, "_zeropower_via_newtonschulz", iterated)
         with LiveBytes() as live:
-            twins.optimizer.step()
+            pair.optimizer.step()
     return live.peak_bytes, alive
 
 
@@ -284,7 +284,7 @@ def split_by_hand(whole: Tensor) -> list[Tensor]:
     return [piece for matrix in matrices for piece in matrix.split(sizes)]
 
 
-class SplitTwins(Twins):
+class SplitReferencePair(ReferencePair):
     """Beside Muon on each matrix as a parameter of its own."""
 
     def __init__(self, model: nn.Module, arguments: dict[str, Any]) -> None:
@@ -319,15 +319,15 @@ class SplitTwins(Twins):
 @on_ranks()
 def test_split_matrices_and_stacks_step_as_matrices_of_their_own(tmp_path: Path, strategy: int) -> None:
     folder = tmp_path / "saved"
-    twins = SplitTwins(stacks(), flat(strategy))
-    assert step_of(twins.optimizer) == "on shards and whole matrices (Muon, split into first, rest)"
+    pair = SplitReferencePair(stacks(), flat(strategy))
+    assert step_of(pair.optimizer) == "on shards and whole matrices (Muon, split into first, rest)"
     for step in range(3):
-        twins.step(step, without=2 if step == 0 else None)
-        assert twins.differing() == [], f"step {step}"
-    save_checkpoint(twins.model, twins.optimizer, folder, iteration=3)
-    fresh = SplitTwins(stacks(), flat(strategy))
+        pair.step(step, without=2 if step == 0 else None)
+        assert pair.differing() == [], f"step {step}"
+    save_checkpoint(pair.model, pair.optimizer, folder, iteration=3)
+    fresh = SplitReferencePair(stacks(), flat(strategy))
     load_checkpoint(fresh.model, fresh.optimizer, folder)
-    fresh.copies, fresh.pieces, fresh.reference = twins.copies, twins.pieces, twins.reference
+    fresh.copies, fresh.pieces, fresh.reference = pair.copies, pair.pieces, pair.reference
     assert fresh.differing() == []
     fresh.step(3)
     assert fresh.differing() == []
@@ -342,10 +342,12 @@ def test_split_matrices_that_tensor_parallelism_cuts_step_as_matrices_of_their_o
     arrangement.place(model)
     for param in model.parameters():
         param.requires_grad_(param.dim() == 2)
-    twins = SplitTwins(model, {**arrangement.arguments(), "zero_dp_strategy": strategy, "fsdp_unit_modules": [Block]})
+    pair = SplitReferencePair(
+        model, {**arrangement.arguments(), "zero_dp_strategy": strategy, "fsdp_unit_modules": [Block]}
+    )
     for step in range(2):
-        twins.step(step)
-        assert twins.differing() == [], f"step {step}"
+        pair.step(step)
+        assert pair.differing() == [], f"step {step}"
 
 
 @pytest.mark.full(short=["sizes1"])
@@ -357,10 +359,10 @@ def test_stacks_of_experts_step_as_matrices_of_their_own(sizes: Sizes) -> None:
     arrangement.place(model)
     for name, param in model.named_parameters():
         param.requires_grad_(param.dim() > 1 and not name.endswith("shift"))
-    twins = SplitTwins(model, {**arrangement.arguments(), "zero_dp_strategy": 3, "fsdp_unit_modules": [Block]})
+    pair = SplitReferencePair(model, {**arrangement.arguments(), "zero_dp_strategy": 3, "fsdp_unit_modules": [Block]})
     for step in range(2):
-        twins.step(step)
-        assert twins.differing() == [], f"step {step}"
+        pair.step(step)
+        assert pair.differing() == [], f"step {step}"
 
 
 @on_ranks(2)
@@ -399,10 +401,10 @@ def test_names_of_pieces_may_come_in_any_mapping() -> None:
 
 @on_ranks(2)
 def test_options_that_became_wrong_are_told_also_where_nothing_has_a_gradient() -> None:
-    twins = Twins(matrices(), lambda params: torch.optim.Muon(params, lr=0.1), flat(3))
-    twins.optimizer.param_groups[0]["split_sizes"] = 4
+    pair = ReferencePair(matrices(), lambda params: torch.optim.Muon(params, lr=0.1), flat(3))
+    pair.optimizer.param_groups[0]["split_sizes"] = 4
     with pytest.raises(ConfigurationError, match="Muon was given split_sizes=4 for a parameter of shape"):
-        twins.optimizer.step()
+        pair.optimizer.step()
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

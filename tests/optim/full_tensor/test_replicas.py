@@ -16,7 +16,7 @@ from tests.optim.test_adamw8bit import blocks, eight_bits
 from tests.optim.test_chained import chain, chain_of_sgd, chain_of_whole_tensors, mixed
 from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.on_ranks import on_ranks
-from tests.support.optimizer_twins import Make, Twins, drawn, flat, hybrid, matrices, three_steps
+from tests.support.optimizer_reference import Make, ReferencePair, drawn, flat, hybrid, matrices, three_steps
 from tests.support.zoo import Block, build_dense
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], Make]] = {
@@ -45,10 +45,10 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Make]] = {
 
 def check_three_steps(kind: str, arguments: dict[str, Any]) -> None:
     build, make = KINDS[kind]
-    twins = three_steps(build(), make, arguments, without=2)
+    pair = three_steps(build(), make, arguments, without=2)
     options, wanted = (
         [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        for optimizer in (twins.optimizer, twins.reference)
+        for optimizer in (pair.optimizer, pair.reference)
     )
     assert options == wanted
 
@@ -126,12 +126,12 @@ def muon_and_adamw(params: list[Any]) -> list[torch.optim.Optimizer]:
     return [muon, torch.optim.AdamW([param for param in params if param.dim() != 2], lr=0.2)]
 
 
-def after(kind: str, steps: int) -> Twins:
+def after(kind: str, steps: int) -> ReferencePair:
     build, make = KINDS[kind]
-    twins = Twins(build(), make, flat(3))
+    pair = ReferencePair(build(), make, flat(3))
     for step in range(steps):
-        twins.step(step)
-    return twins
+        pair.step(step)
+    return pair
 
 
 def save(kind: str, folder: Path) -> None:

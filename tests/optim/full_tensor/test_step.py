@@ -20,7 +20,7 @@ from tests.support.api_net import mesh, message_of
 from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.experts import FLAT, ListedExperts, build_with_experts, experts_of
 from tests.support.on_ranks import fixed_seed, on_ranks, refusal, same_on_ranks
-from tests.support.optimizer_twins import Twins, flat, matrices
+from tests.support.optimizer_reference import ReferencePair, flat, matrices
 from tests.support.zoo import Block, build_dense
 
 
@@ -62,10 +62,10 @@ class Factored(torch.optim.Optimizer):
 
 @on_ranks(2)
 def test_shards_of_state_keep_no_memory_of_messages_alive() -> None:
-    twins = Twins(matrices(), Factored, flat(3))
+    pair = ReferencePair(matrices(), Factored, flat(3))
     for step in range(2):
-        twins.step(step)
-    shards = [twins.optimizer.state[param]["mean"]._local_tensor for param in twins.params]
+        pair.step(step)
+    shards = [pair.optimizer.state[param]["mean"]._local_tensor for param in pair.params]
     kept = {shard.untyped_storage().data_ptr(): shard.untyped_storage().nbytes() for shard in shards}
     assert sum(kept.values()) == sum(shard.nbytes for shard in shards)
 
@@ -86,20 +86,20 @@ def test_a_step_over_two_meshes_that_fails_on_one_rank_fails_on_all() -> None:
         return Factored([param for param in params if param.dim() == 2])
 
     sharding = {"zero_dp_strategy": 3, "fsdp_unit_modules": [Block]}
-    twins = Twins(model, make, {**arrangement.arguments(), **sharding})
-    before = [param.full_tensor().clone() for param in twins.params]
-    twins.optimizer.fails = dist.get_rank() == 1  # type: ignore[attr-defined]
+    pair = ReferencePair(model, make, {**arrangement.arguments(), **sharding})
+    before = [param.full_tensor().clone() for param in pair.params]
+    pair.optimizer.fails = dist.get_rank() == 1  # type: ignore[attr-defined]
     with pytest.raises(
         RankError, match=r"rank 1: MemoryError: no room for the factors.*no weights were changed"
     ) as raised:
-        twins.step(0)
+        pair.step(0)
     same_on_ranks(str(raised.value))
-    assert all(torch.equal(param.full_tensor(), value) for param, value in zip(twins.params, before, strict=True))
-    twins.optimizer.fails = False  # type: ignore[attr-defined]
-    twins.step(0)
-    assert twins.differing() == []
+    assert all(torch.equal(param.full_tensor(), value) for param, value in zip(pair.params, before, strict=True))
+    pair.optimizer.fails = False  # type: ignore[attr-defined]
+    pair.step(0)
+    assert pair.differing() == []
     with pytest.raises(ValueError, match=r"^Factored.step takes no closure where parameters are sharded"):
-        twins.optimizer.step(lambda: 0.0)
+        pair.optimizer.step(lambda: 0.0)
 
 
 @steps_whole_tensors
@@ -126,7 +126,7 @@ class UndeclaredFactored(Factored):
 
 @on_ranks(2)
 def test_what_cannot_be_right_is_refused_on_all_ranks() -> None:
-    told = refusal(Twins(matrices(), Holder, flat(3)).step, 0)
+    told = refusal(ReferencePair(matrices(), Holder, flat(3)).step, 0)
     assert "state 'helper' holds a type, which cannot rest with one rank and be saved" in told
     for kind, text in (
         (Undeclared, "Undeclared cannot update sharded parameters: it works on whole tensors"),

@@ -208,7 +208,7 @@ class MuonStep(ExchangingStep):
         self._planned: tuple[Any, list[tuple[list[int], Exchange]]] = None, []
         self._parts: dict[tuple[ShardSpec, tuple[int, ...]], tuple[tuple[ShardSpec, slice], ...]] = {}
 
-    def stand_in(self, optimizer: Optimizer) -> Optimizer:
+    def proxy(self, optimizer: Optimizer) -> Optimizer:
         """Return the proxy on which the code of the optimizer's class runs its step."""
         made = MuonProxy.__new__(MuonProxy)
         made.__dict__ = optimizer.__dict__  # one dict: the step may read and write any attribute

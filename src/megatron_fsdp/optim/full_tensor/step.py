@@ -148,9 +148,9 @@ class OwnedStep(ExchangingStep):
         self._exchanges: dict[Any, Exchange] = {}  # of this step
         self._earlier: dict[Any, Exchange] = {}
         self._running: list[_Stepped] = []  # mesh by mesh
-        self._stand_in: Optimizer | None = None
+        self._proxy: Optimizer | None = None
 
-    def stand_in(self, optimizer: Optimizer) -> Optimizer:
+    def proxy(self, optimizer: Optimizer) -> Optimizer:
         """Send full parameters to their owners; collective. Call `finish` after the step, or `fail`.
 
         Returns:
@@ -171,12 +171,12 @@ class OwnedStep(ExchangingStep):
         made: Optimizer = object.__new__(type(optimizer))
         state = {each.whole: each.state for each in own.values() if each.state} | without_parameter(optimizer.state)
         made.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": defaultdict(dict, state)}
-        self._stand_in = made
+        self._proxy = made
         return made
 
     def finish(self, optimizer: Optimizer) -> None:
         """Send new parameters and state back to shards; collective."""
-        made = self._stand_in
+        made = self._proxy
         assert made is not None
         for each in self._running:
             if each.whole is not None:
@@ -223,7 +223,7 @@ class OwnedStep(ExchangingStep):
 
     def _drop(self) -> None:
         """Drop the tensors of a step."""
-        self._running, self._stand_in = [], None
+        self._running, self._proxy = [], None
 
     def _stepped(self, optimizer: Optimizer) -> list[_Stepped]:
         """List the parameters that have a gradient, each with its owner, mesh by mesh in the order of the groups."""
@@ -444,7 +444,7 @@ class ReplicatedStep(Step):
         self._params: Sequence[UnevenDTensor] = ()  # of the running step
         self._made: Optimizer | None = None
 
-    def stand_in(self, optimizer: Optimizer) -> Optimizer:
+    def proxy(self, optimizer: Optimizer) -> Optimizer:
         """Return a proxy of the same class over the local tensors of the parameters and of the state."""
         (group,) = optimizer.param_groups
         self._params = group["params"]

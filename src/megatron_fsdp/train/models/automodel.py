@@ -145,25 +145,25 @@ def shard_transformers(job: Job, rank: Rank, vocab_size: int) -> Trained:
     check_fits(config, vocab_size, job.seq_length)
     meshes = FSDP2Config(backend=backend_of(rank))
     context = build_mesh_context(meshes, tp_size=sizes.tensor, pp_size=sizes.pipeline, cp_size=sizes.context)
-    twin = build_from_config(config, job.dtype)
-    refuse_quantised(twin)
+    meta_model = build_from_config(config, job.dtype)
+    refuse_quantised(meta_model)
     if options.model.hf_model is not None:
-        load_generation_config(twin, options.model.hf_model)
+        load_generation_config(meta_model, options.model.hf_model)
     torch.manual_seed(options.training.seed)
     place = place_in(context)
     if sizes.pipeline > 1:
-        return _pipeline(job, place, twin, context)
-    model = _parallelize(job, context, copy.deepcopy(twin))
-    fill_weights((twin, model, [model]), options.model.hf_model, context.device)
+        return _pipeline(job, place, meta_model, context)
+    model = _parallelize(job, context, copy.deepcopy(meta_model))
+    fill_weights((meta_model, model, [model]), options.model.hf_model, context.device)
     return trained_by_microbatches(job, place, model)
 
 
-def _pipeline(job: Job, place: Place, twin: nn.Module, context: MeshContext) -> PipelineModel:
-    if tied_embeddings(twin) is not None and context.sizes.dp_cp > 1:
+def _pipeline(job: Job, place: Place, meta_model: nn.Module, context: MeshContext) -> PipelineModel:
+    if tied_embeddings(meta_model) is not None and context.sizes.dp_cp > 1:
         raise ConfigurationError(
-            f"the embeddings and the head of {type(twin).__name__} are tied, and lie in two stages that this package's "
-            f"engine cuts over {context.sizes.dp_cp} data- and context-parallel ranks at different places: give "
-            "--untie-embeddings-and-output-weights (or a configuration that says so), --use-torch-fsdp2, or only "
+            f"the embeddings and the head of {type(meta_model).__name__} are tied, and lie in two stages that this "
+            f"package's engine cuts over {context.sizes.dp_cp} data- and context-parallel ranks at different places: "
+            "give --untie-embeddings-and-output-weights (or a configuration that says so), --use-torch-fsdp2, or only "
             "pipeline-parallel ranks"
         )
     wrapped: list[DistributedDataParallel] = []
@@ -174,7 +174,7 @@ def _pipeline(job: Job, place: Place, twin: nn.Module, context: MeshContext) -> 
 
     loss = LossInOrder()
     pipeline = build_pipeline(
-        copy.deepcopy(twin),
+        copy.deepcopy(meta_model),
         context.axis("pp"),
         pipeline_config(job, loss),
         parallelize_stage=shard,
@@ -182,7 +182,7 @@ def _pipeline(job: Job, place: Place, twin: nn.Module, context: MeshContext) -> 
         activation_dtype=job.dtype,
     )
     (stage,) = wrapped
-    fill_weights((twin, stage, [stage]), job.options.model.hf_model, context.device, pipeline.tied_copies)
+    fill_weights((meta_model, stage, [stage]), job.options.model.hf_model, context.device, pipeline.tied_copies)
     pipeline.equalize_tied()
     stage.install_optimized_model_weights()
     return PipelineModel(job, place, pipeline, loss, stage)
@@ -259,13 +259,13 @@ def shard_decoder_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Trained:
     """Shard the decoder of this package, data-parallel over all ranks."""
     decoder = build_decoder(job, vocab_size, rank.device)
     is_meta = job.options.parallel.init_model_with_meta_device
-    twin = copy.deepcopy(decoder) if is_meta else None
+    meta_model = copy.deepcopy(decoder) if is_meta else None
     mesh = init_device_mesh(rank.device.type, (rank.count,), mesh_dim_names=("dp",))
     shard_by_layers(decoder, mesh, mp_policy=policy_of(job), offload_policy=None)
-    if twin is not None:
+    if meta_model is not None:
         allocate(decoder, rank.device)
         torch.manual_seed(job.options.training.seed)
-        draw_missing(twin, decoder, [decoder], set(), rank.device)
+        draw_missing(meta_model, decoder, [decoder], set(), rank.device)
     _set_resharding(decoder, job)
     return trained_by_microbatches(job, Place(rank.device, rank.index, rank.count), decoder)
 

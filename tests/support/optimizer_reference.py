@@ -43,7 +43,7 @@ def drawn(shape: torch.Size, step: int, index: int, dtype: torch.dtype | None = 
 Make = Callable[[Sequence[Any]], torch.optim.Optimizer]
 
 
-class Twins:
+class ReferencePair:
     """A sharded optimizer and one on whole copies of the same parameters, given the same gradients."""
 
     def __init__(self, model: nn.Module, make: Make, arguments: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ class Twins:
     def _state(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
 
-    def goes_on(self, twins: "Twins", folder: Path | None = None) -> list[str]:
+    def goes_on(self, pair: "ReferencePair", folder: Path | None = None) -> list[str]:
         """Load one of those and make the third step beside the single process of others; what differs then."""
         if folder is not None and folder.name == "torch":
             state = self._state()
@@ -90,18 +90,18 @@ class Twins:
             self.optimizer.load_state_dict(state["optim"])
         elif folder is not None:
             load_checkpoint(self.model, self.optimizer, folder)
-        self.copies, self.reference = twins.copies, twins.reference
+        self.copies, self.reference = pair.copies, pair.reference
         self.step(2)
         return self.differing()
 
 
-def three_steps(model: nn.Module, make: Make, arguments: dict[str, Any], without: int) -> Twins:
+def three_steps(model: nn.Module, make: Make, arguments: dict[str, Any], without: int) -> ReferencePair:
     """Assert the bits of one process after each of three steps, in the first of which one parameter has no gradient."""
-    twins = Twins(model, make, arguments)
+    pair = ReferencePair(model, make, arguments)
     for step in range(3):
-        twins.step(step, without=without if step == 0 else None)
-        assert twins.differing() == [], f"step {step}"
-    return twins
+        pair.step(step, without=without if step == 0 else None)
+        assert pair.differing() == [], f"step {step}"
+    return pair
 
 
 def flat(strategy: int) -> dict[str, Any]:
