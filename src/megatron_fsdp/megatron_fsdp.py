@@ -653,7 +653,7 @@ class MegatronFSDP(nn.Module):
 
     def post_forward_release_module(self, module: nn.Module, *_unused: Any) -> None:
         """Reshard a module's units, unless they are in use; never the root."""
-        self._engine.release_units_of(module.parameters())
+        self._engine.reshard_units_of(module.parameters())
 
     post_backward_release_module = post_forward_release_module
 

@@ -138,7 +138,7 @@ class AllGatherPipeline(_Pipeline):
 
     def release_params(self, params: Iterable[nn.Parameter]) -> None:
         """Reshard these units, unless they are in use."""
-        self._engine.release_units_of(params)
+        self._engine.reshard_units_of(params)
 
     def async_bucket_gather(self, bucket_id: int, bwd: bool = False) -> None:  # noqa: ARG002
         """Start to all-gather the unit of a parameter group."""
@@ -161,14 +161,14 @@ class AllGatherPipeline(_Pipeline):
 
     def release_bucket(self, bucket_id: int, bwd: bool = False, lazy: bool = False) -> None:  # noqa: ARG002
         """Reshard the unit of a parameter group, unless it is in use."""
-        self._engine.release_units_of(self._params_of(bucket_id))
+        self._engine.reshard_units_of(self._params_of(bucket_id))
 
     def reset(self, preserve_non_fsdp_units: bool = True) -> None:
         """Wait for all-gathers and reshard all units that are not in use, the root only where it is not preserved."""
         engine = self._engine
         engine.await_weights()
         if preserve_non_fsdp_units:
-            engine.release_units_of(param for group in engine.groups() for param in group.sharded)
+            engine.reshard_units_of(param for group in engine.groups() for param in group.sharded)
         else:
             engine.executor.run(engine.scheduler.weights_may_have_changed())
 

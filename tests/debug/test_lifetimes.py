@@ -252,12 +252,12 @@ def _released_inside_its_forward() -> Any:
 
 def _slot_given_twice() -> Any:
     """Two units get one memory though neither the scheduler nor the plan says so."""
-    original = WeightMemory.take
+    original = WeightMemory.borrow
 
     def one_for_two(self: WeightMemory, unit: int, slot: int | None) -> Block:
         return original(self, unit, 1 if unit in (2, 3) else slot)
 
-    return mock.patch.object(WeightMemory, "take", one_for_two)
+    return mock.patch.object(WeightMemory, "borrow", one_for_two)
 
 
 def _used_block_handed_out() -> Any:

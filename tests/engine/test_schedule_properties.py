@@ -136,9 +136,9 @@ class Machine:
                 assert unit in self.under_way, "a wait without a gather"
                 self.under_way.remove(unit)
             elif action is Action.RESHARD:
-                assert unit in self.place, "released without having been gathered"
-                assert unit not in self.under_way, "released before it arrived"
-                assert unit not in self.computing, "released while in use"
+                assert unit in self.place, "resharded without having been gathered"
+                assert unit not in self.under_way, "resharded before it arrived"
+                assert unit not in self.computing, "resharded while in use"
                 del self.place[unit]
             elif action is Action.REDUCE:
                 assert self.config.trainable[unit], "a frozen unit was reduced"

@@ -304,7 +304,7 @@ def test_released_units_are_gathered_again_and_others_are_not() -> None:
 
 @on_ranks(2)
 def test_driving_by_hand_changes_traffic_and_not_results() -> None:
-    """Every unit is released after each forward and the last is reduced on demand."""
+    """Every unit is resharded after each forward and the last is reduced on demand."""
     plain, driven = wrap(), wrap()
     train(plain, sgd(plain), 3)
     layers, optimizer = driven.module.layers, sgd(driven)

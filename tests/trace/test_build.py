@@ -89,8 +89,8 @@ def test_an_exception_leaves_out_what_it_ended() -> None:
         (BEGIN, 30, Phase.WAIT, 1, None),  # raises
         (END, 40, Phase.FORWARD, 1),
         (END, 50, Phase.FORWARD, 0),
-        (BEGIN, 52, Phase.RELEASE, 0, None),  # in nothing
-        (END, 54, Phase.RELEASE, 0),
+        (BEGIN, 52, Phase.RESHARD, 0, None),  # in nothing
+        (END, 54, Phase.RESHARD, 0),
         (BEGIN, 60, Phase.BACKWARD, 0, None),  # raises
         (BROKEN, 70),
         (BEGIN, 80, Phase.FORWARD, 0, None),

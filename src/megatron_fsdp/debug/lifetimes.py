@@ -150,7 +150,7 @@ class LifetimeChecker(Observer):
             self._phases.append((phase, unit))
         if phase is Phase.GATHER:
             weights.use(Event.GATHER, weights.label)
-        elif phase is Phase.RELEASE:
+        elif phase is Phase.RESHARD:
             if weights.forwards:
                 raise LifetimeError(
                     f"unit {weights.label}: {weights.memory.value} cannot be released while its forward computes with "
@@ -169,7 +169,7 @@ class LifetimeChecker(Observer):
         if phase is Phase.WAIT:
             self._check_waited(weights, weights.label)
             weights.use(Event.ARRIVE, weights.label)
-        elif phase is Phase.RELEASE and weights.block is not None:
+        elif phase is Phase.RESHARD and weights.block is not None:
             weights.block.poison()
             self._holders.pop(weights.block, None)
             weights.block = None

@@ -460,7 +460,7 @@ class Engine:
         if torch.is_grad_enabled() and self.units[call.unit].shards_compute_weights:  # autograd's create_graph=True
             raise ScheduleError(
                 f"the backward of unit {self.units[call.unit].label} builds a graph of its own (create_graph=True), "
-                "whose saved weights would be released before they are used; differentiate twice under "
+                "whose saved weights would be resharded before they are used; differentiate twice under "
                 "zero_dp_strategy 0 to 2"
             )
         operations = self.scheduler.backward_begins(call.unit, call.weights_version, call.reads_weights)
@@ -902,10 +902,10 @@ class Engine:
             if any(id(p) in wanted for group in unit.groups for p in (*group.sharded, *group.full))
         ]
 
-    def release_units_of(self, params: Iterable[nn.Parameter]) -> None:
+    def reshard_units_of(self, params: Iterable[nn.Parameter]) -> None:
         """Reshard the units that own some parameters, unless they are in use."""
         for unit in self.units_of(params):
-            self.executor.run(self.scheduler.release_requested(unit.index))
+            self.executor.run(self.scheduler.reshard_requested(unit.index))
 
     def reduce_units_of(self, params: Iterable[nn.Parameter]) -> None:
         """Reduce the units' gradients that have arrived; those that have not count as zero."""

@@ -220,7 +220,7 @@ class Executor:
     def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
         if not unit.gathered_bytes:
             return None
-        block = self.weight_memory.take(unit.index, slot)
+        block = self.weight_memory.borrow(unit.index, slot)
         self.observers.lends(BorrowedMemory.WEIGHTS, unit.index, block)
         return block
 

@@ -197,7 +197,7 @@ def _copy_weights(unit: Unit, output: Any) -> Any:
     if any(unit.holds(tensor) for tensor in tensors_in(copied)):
         raise ScheduleError(
             f"unit {unit.label} returned its own weight inside a {type(output).__name__}, where it cannot be "
-            "replaced by a copy; the weight will be released, so return weight.clone(), or use a tuple, list or dict"
+            "replaced by a copy; the weight will be resharded, so return weight.clone(), or use a tuple, list or dict"
         )
     return copied
 

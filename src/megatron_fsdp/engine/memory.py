@@ -368,7 +368,7 @@ class WeightMemory:
                 self._block(Use.UNIT, unit, plan.gathered_bytes[unit])
             self._note_peak()
 
-    def take(self, unit: int, slot: int | None) -> Block:
+    def borrow(self, unit: int, slot: int | None) -> Block:
         """Return the block that a unit is unsharded into: that of a slot is always the same storage.
 
         A slot that is not taken when wrapping is as long as the unit in it: an embedding or a head may be several times

@@ -26,7 +26,7 @@ class Phase(Enum):
 
     GATHER = "gather"  # starting the all-gather of a unit's weights
     WAIT = "wait"  # waiting for them
-    RELEASE = "release"  # resharding them
+    RESHARD = "release"  # the value is in recorded traces
     REDUCE = "reduce"  # starting the reduction of a unit's gradients
     FINALISE = "finalise"  # the backward is over: waiting for all reductions, setting gradients
     GATHER_OUTER = "outer gather"  # starting an all-gather over the outer axis
@@ -78,7 +78,7 @@ def close_phase(begun: list[Open], phase: Phase | str, unit: int) -> list[Open]:
 PHASE_OF: dict[Action, Phase] = {
     Action.UNSHARD: Phase.GATHER,
     Action.WAIT: Phase.WAIT,
-    Action.RESHARD: Phase.RELEASE,
+    Action.RESHARD: Phase.RESHARD,
     Action.REDUCE: Phase.REDUCE,
     Action.FINALISE: Phase.FINALISE,
 }

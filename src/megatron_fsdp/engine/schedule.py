@@ -54,8 +54,8 @@ class ScheduleConfig:
     resized: frozenset[int] = frozenset()
     # those whose own memory is persistent: they take no slot and are never evicted
     persistent: frozenset[int] = frozenset()
-    returned: frozenset[int] = frozenset()  # those released when a backward is over, because their memory is freed
-    # those released after the last backward before the weights change, as far as predicted
+    returned: frozenset[int] = frozenset()  # those resharded when a backward is over, because their memory is freed
+    # those resharded after the last backward before the weights change, as far as predicted
     returned_before_step: frozenset[int] = frozenset()
 
 
@@ -374,7 +374,7 @@ class Scheduler:
             self._units[unit].become(_READY)
         return tuple(operations)
 
-    def release_requested(self, unit: int) -> tuple[Operation, ...]:
+    def reshard_requested(self, unit: int) -> tuple[Operation, ...]:
         """Reshard a unit that a caller does not need any more, unless it is in use or the root."""
         in_use = unit in (ROOT_UNIT, self._backward_unit) or unit in self._forward_stack
         return () if in_use or not self.config.shares_slots else tuple(self._reshard(unit))

@@ -236,7 +236,7 @@ class Unit:
             where = self.modules[module_index] if self.modules else self.label
             raise ScheduleError(
                 f"the forward of {where or self.label} modified its weights in place, and the change would be lost "
-                "when they are released; modify parameters between forwards instead"
+                "when they are resharded; modify parameters between forwards instead"
             )
 
     def to_sharded(self) -> None:

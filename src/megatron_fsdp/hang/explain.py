@@ -36,7 +36,7 @@ _WAITING = {
     Phase.WHOLE: "puts whole tensors together",
     Phase.FORWARD: "computes the forward of {unit}",
     Phase.BACKWARD: "computes the backward of {unit}",
-    Phase.RELEASE: "releases the weights of {unit}",
+    Phase.RESHARD: "reshards the weights of {unit}",
     Phase.COPY: "copies a gradient of {unit}",
     Phase.INSTALL: "installs weights",
 }
@@ -44,7 +44,7 @@ _WAITING = {
 # ---- the activity of a rank ------------------------------------------------------------------------------------------
 
 _BETWEEN = ON_REQUEST | {Phase.INSTALL, Phase.REDUCE, Phase.RETIRE}
-_COMPUTES = {Phase.FORWARD, Phase.BACKWARD, Phase.RELEASE, Phase.COPY, Phase.INSTALL}
+_COMPUTES = {Phase.FORWARD, Phase.BACKWARD, Phase.RESHARD, Phase.COPY, Phase.INSTALL}
 
 
 class Doing(Enum):

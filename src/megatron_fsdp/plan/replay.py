@@ -1,6 +1,6 @@
 """A simulated training step: the engine's scheduler and executor, driven by a compute profile, on simulated wires.
 
-The engine's own `Scheduler` decides what is gathered, reduced and released, and when; its own `Executor` carries that
+The engine's own `Scheduler` decides what is gathered, reduced and resharded, and when; its own `Executor` carries that
 out, with gathered weights and buckets on the meta device; its own layouts give the bytes of a collective. This file
 adds a clock, and units whose collectives take time instead of being launched.
 """

@@ -245,7 +245,7 @@ class Setup:
     # collectives of tensor, context, expert and pipeline parallelism run behind compute
     overlap_exchanges: bool = False
     offload: Offload = Offload()  # noqa: RUF009 (frozen)
-    # weights in "fp8_compute" stay transposed, too, from backward until they are released
+    # weights in "fp8_compute" stay transposed, too, from backward until they are resharded
     keep_fp8_transpose_cache: bool = False
 
     def __post_init__(self) -> None:
