@@ -345,8 +345,9 @@ def fully_shard_model(
         offload=offload,
     )
     if not preproc_state_dict_for_dcp_ckpt:
-        for handle in model._engine.state_dict_handles:
-            handle.remove()
+        for unit in model._engine.units:
+            for handle in unit.state_dict_handles:
+                handle.remove()
     return model
 
 

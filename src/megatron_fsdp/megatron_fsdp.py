@@ -263,7 +263,7 @@ class MegatronFSDP(nn.Module):
         if options.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():
                 group.decouple_gradients()
-        self._bucket_numel = grouping.cut_numel(self._engine.sharding.dense.num_ranks)
+        self._bucket_numel = grouping.cut_numel(self._engine.rank_meshes[0].num_ranks)
         watch_optimizers(self._engine)
         answer_for_sharded_parameters(self._engine)
         for group in self._engine.groups():
@@ -458,7 +458,7 @@ class MegatronFSDP(nn.Module):
             ConfigurationError: The policy asks for other main dtypes (buffers of these exist already), a backward is
                 running, or deferred gradients wait for their reduction.
         """
-        with all_agree("reset_mixed_precision_policy", self._engine.sharding.reaching_all) as facts:
+        with all_agree("reset_mixed_precision_policy", self._engine.reaching_all) as facts:
             self._change_policy(mixed_precision_policy)
             facts["grad_comm_dtype of mixed_precision_policy"] = str(mixed_precision_policy.grad_comm_dtype)
 
@@ -796,7 +796,7 @@ class MegatronFSDP(nn.Module):
             ScheduleError: Inside a forward or backward, or while another iteration is open.
             ConfigurationError: An argument is out of range, or ranks have gradients for different parameters.
         """
-        with all_agree("iter_full_tensors", self._engine.sharding.reaching_all) as facts:
+        with all_agree("iter_full_tensors", self._engine.reaching_all) as facts:
             check_bucket_bytes(bucket_bytes)
             if what not in ("parameters", "gradients"):
                 raise ConfigurationError(f"what={what!r} is unknown; give 'parameters' or 'gradients'")
@@ -931,8 +931,8 @@ class MegatronFSDP(nn.Module):
     def _watch_if_asked(self) -> None:
         """Add the observers that arguments and environment ask for; collective with `verify_ranks`."""
         engine = self._engine
-        if self._options.verify_ranks_s and engine.sharding.dense.group is not None:
-            group, timeout_s = engine.sharding.dense.group, self._options.verify_ranks_s
+        if self._options.verify_ranks_s and engine.rank_meshes[0].group is not None:
+            group, timeout_s = engine.rank_meshes[0].group, self._options.verify_ranks_s
             self.observe(RankVerifier(group, engine.units, timeout_s, engine.reduces_in_fixed_order))
         if resolve_check_lifetimes():
             self.check_lifetimes()

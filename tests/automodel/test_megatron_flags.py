@@ -65,7 +65,7 @@ def test_each_sharding_strategy_trains_as_one_process() -> None:
     with groups_destroyed():
         for number in range(4):
             model = parallel(zero_dp_strategy=number)
-            assert engine_of(model).sharding.options.strategy is ShardingStrategy(number)
+            assert engine_of(model).options.strategy is ShardingStrategy(number)
             local.append(sum(param.to_local().numel() for param in model.parameters()))
             assert_trained_alike(train(model, steps=2), reference("llama", steps=2))
     total = sum(param.numel() for param in build("llama").parameters())
@@ -87,16 +87,16 @@ SWITCHES: list[tuple[dict[str, Any], str, Any]] = [
 def test_switches_reach_the_engine_and_leave_gradients_right() -> None:
     with groups_destroyed():
         expected = reference("llama", steps=1)
-        plain = engine_of(parallel(zero_dp_strategy=1)).sharding.options
+        plain = engine_of(parallel(zero_dp_strategy=1)).options
         for fields, name, value in SWITCHES:
             model = parallel(**fields)
-            assert getattr(engine_of(model).sharding.options, name) is value
+            assert getattr(engine_of(model).options, name) is value
             assert getattr(plain, name) is not value
             backward(model, sums=name == "calculate_per_token_loss")
             assert_equal_tensors(gradients_of(model), expected.gradients[0], 1e-4, 1e-5)
         double, single = parallel(fsdp_double_buffer=True), parallel()
-        assert engine_of(double).sharding.options.memory.allocator is WeightAllocator.DOUBLE_BUFFER
-        assert engine_of(single).sharding.options.memory.allocator is WeightAllocator.SLOTS
+        assert engine_of(double).options.memory.allocator is WeightAllocator.DOUBLE_BUFFER
+        assert engine_of(single).options.memory.allocator is WeightAllocator.SLOTS
         assert (parallel(disable_bucketing=True).bucket_size, single.bucket_size is None) == (None, False)
 
 

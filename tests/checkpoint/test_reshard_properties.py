@@ -18,6 +18,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.shard_spec import LocalChunks
 from megatron_fsdp.engine.group_plan import Sharding, part_of
 from megatron_fsdp.sharding.mesh import RankMesh
+from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.shards import Box, ShardDescription
 from megatron_fsdp.sharding.units import GroupKey, ParameterInfo, group_parameters
 
@@ -81,17 +82,20 @@ def _on_rank(
     described: Any = _Mesh(sizes, at)
     rank_mesh = RankMesh(axes, ("dp_outer", "dp_shard")[-num_axes:], None, tensor_mesh, described)
     sharding = Sharding(
-        EngineOptions(
-            ShardingStrategy(arrangement.strategy),
-            ShardingStrategy(arrangement.outer_strategy if arrangement.outer else 0),
-        ),
+        EngineOptions(),
         rank_mesh,
-        None,
+        placements_for(
+            ShardingStrategy(arrangement.strategy),
+            ShardingStrategy(arrangement.outer_strategy) if arrangement.outer else None,
+        ),
         torch.device("cpu"),
+        divisor=rank_mesh.num_ranks,
     )
     params = [_parameter(shape, cut, arrangement) for shape, cut in zip(tensors.shapes, tensors.cuts, strict=True)]
     infos = [
-        ParameterInfo(str(index), tuple(param.shape), GroupKey(param.dtype, not tensors.frozen, False, not param.shape))
+        ParameterInfo(
+            str(index), tuple(param.shape), GroupKey(param.dtype, not tensors.frozen, is_scalar=not param.shape)
+        )
         for index, param in enumerate(params)
     ]
     found: dict[int, ShardDescription] = {}

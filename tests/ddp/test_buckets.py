@@ -17,9 +17,7 @@ from megatron_fsdp.sharding.units import GroupKey, ParameterInfo
 
 
 def info(name: str, numel: int, dtype: torch.dtype = torch.float32, **other: bool) -> ParameterInfo:
-    return ParameterInfo(
-        name, (numel,), GroupKey(dtype, other.pop("requires_grad", True), **{"is_expert": False, **other})
-    )
+    return ParameterInfo(name, (numel,), GroupKey(dtype, other.pop("requires_grad", True), **other))
 
 
 def cut(parameters: list[ParameterInfo], numel: int | None, *alone: str) -> list[str]:
@@ -48,7 +46,7 @@ def test_kinds_have_buckets_of_their_own_in_the_order_of_their_first_parameters(
         info("b", 4, torch.bfloat16),
         info("c", 4),
         info("frozen", 100, requires_grad=False),
-        info("expert", 4, is_expert=True),
+        info("expert", 4, rank_mesh="experts"),
         ParameterInfo("sums", (4,), GroupKey(torch.float32, True, False, sums_in_fp32=True)),
         info("d", 4, torch.bfloat16),
         ParameterInfo("scalar", (), GroupKey(torch.float32, True, False, is_scalar=True)),

@@ -139,7 +139,7 @@ CHANGED_UNSEEN = [
 
 
 def nowhere_lacking() -> Any:
-    return mock.patch("megatron_fsdp.wrap.wrap._no_capture_reason", return_value="")
+    return mock.patch("megatron_fsdp.wrap.shard_unit._no_capture_reason", return_value="")
 
 
 @pytest.mark.parametrize(("num_ranks", "given"), CHANGED_UNSEEN)

@@ -17,6 +17,7 @@ from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
 from megatron_fsdp.sharding.layout import plan_layout
+from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import GroupKey, ParameterGroupSpec, ParameterInfo
 
@@ -106,7 +107,7 @@ def test_a_factor_is_applied_in_the_wider_dtype(
     """bfloat16 gradients, float32 on the wire or in the main gradient, and a factor that is no power of two."""
     precision = ResolvedPrecision(BF16, FP32, main_grads, grad_comm, has_main_copy=True)
     device = torch.device("cpu")
-    key = GroupKey(BF16, requires_grad=True, is_expert=False)
+    key = GroupKey(BF16, requires_grad=True)
     layout = plan_layout([(100,)], 1)
     plan = GroupPlan(
         ParameterGroupSpec(key, (ParameterInfo("weight", (100,), key),)),
@@ -114,8 +115,7 @@ def test_a_factor_is_applied_in_the_wider_dtype(
         precision,
         reduction,
         placements_for(ShardingStrategy.no_shard),
-        (Axis(None, 0, 1),),
-        cast(DeviceMesh, None),  # nothing becomes a DTensor here
+        RankMesh((Axis(None, 0, 1),), ("dp",), None, None, cast(DeviceMesh, None)),  # nothing becomes a DTensor here
         device,
         (None,),
     )

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.engine import group_plan
-from megatron_fsdp.engine.group_plan import plan_groups
+from megatron_fsdp.engine.group_plan import ModelSharding, plan_groups
 from megatron_fsdp.sharding.units import find_units
 from tests.support.on_ranks import engine_of, on_ranks
 
@@ -33,7 +33,7 @@ COLLECTIVES = (
     "reduce_scatter_tensor",
     "scatter",
 )
-EXPECTED = {"all_gather": 6, "all_reduce": 1}
+EXPECTED = {"all_gather": 7, "all_reduce": 1}
 """Ranks agree on the arguments, the model, its plan and the optimizer, and compare a hash of every tensor."""
 
 
@@ -59,7 +59,7 @@ def wrap(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("num_blocks", [1, 6])
 @on_ranks(2)
-def test_seven_small_collectives_are_all(num_blocks: int) -> None:
+def test_eight_small_collectives_are_all(num_blocks: int) -> None:
     """One that another calls counts as well."""
     calls: Counter[str] = Counter()
 
@@ -102,12 +102,15 @@ def test_equal_blocks_have_one_layout_and_the_same_descriptions() -> None:
 
 @on_ranks(2)
 def test_only_groups_that_are_alike_share_a_layout() -> None:
-    sharding = engine_of(wrap(build(2))).sharding
+    (plan, *_) = engine_of(wrap(build(2))).units[1].group_plans
+    assert plan.sharding is not None
+    experts = replace(plan.sharding, rank_mesh=replace(plan.rank_mesh, is_expert=True))
+    sharding = ModelSharding(plan.sharding, experts)
     model = nn.ModuleDict({name: nn.ModuleList(Block() for _ in range(4)) for name in ("blocks", "experts")})
     model["blocks"][2].requires_grad_(False)
     model["blocks"][3].norm = nn.Identity()
     units = find_units(model, [Block])
-    planned = plan_groups(model, units, replace(sharding, experts=sharding.dense), None)
+    planned = plan_groups(model, units, sharding, None)
     groups = [group for unit in planned for group in unit]
     names = [tuple(info.name for info in group.spec.parameters) for group in groups]
     assert names == [unit.parameters for unit in units.units[1:]]

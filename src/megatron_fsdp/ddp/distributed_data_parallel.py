@@ -25,7 +25,7 @@ from megatron_fsdp.ddp.megatron_core import MegatronCalls, takes_core_arguments
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.describe.model import Subject
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import Sharding, local_part, parameter_info
+from megatron_fsdp.engine.group_plan import ModelSharding, local_part, parameter_info
 from megatron_fsdp.engine.hooks import register_hooks
 from megatron_fsdp.engine.schedule import ScheduleConfig
 from megatron_fsdp.engine.unit import Unit
@@ -46,7 +46,7 @@ class BucketGrouping(Grouping):
 
     engine_type: ClassVar[type[Engine]] = BucketEngine
 
-    def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
+    def plan(self, module: nn.Module, sharding: ModelSharding) -> UnitPlan:
         """Plan the buckets."""
         canonical: dict[int, str] = {}
         aliases = []
@@ -64,9 +64,10 @@ class BucketGrouping(Grouping):
         counts = [sum(len(group.sharded) for group in unit.groups) for unit in units]
         return BucketScheduler(config, counts, self.gather_mode)
 
-    def connect(self, engine: Engine, root: nn.Module) -> None:
+    def connect(self, engine: Engine, root: nn.Module | None) -> None:
         """Register the hooks that drive the engine."""
         assert isinstance(engine, BucketEngine)
+        assert root is not None
         if engine.waits_for_readers:  # before the engine's: each hook is prepended, and readers have to run after those
             Readers(engine, root).register()
         register_hooks(engine, root)

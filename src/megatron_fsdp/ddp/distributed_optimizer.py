@@ -101,7 +101,7 @@ class DistributedOptimizer(Optimizer):
             loss = self.inner_optimizer.step(clipped)
         engine = self._model._engine
         # A gather in flight would undo later writes to main weights that share its memory.
-        if engine.sharding.options.overlap_param_gather and engine.gathers_beside_main_weights:
+        if engine.options.overlap_param_gather and engine.gathers_beside_main_weights:
             self._model.start_param_sync()
         return loss
 

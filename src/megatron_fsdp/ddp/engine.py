@@ -116,7 +116,7 @@ class BucketEngine(Engine):
             )
         super().pre_backward(call)
         if not self._unsharded_for_backward.issuperset(unit.index for unit in self._buckets):
-            self.executor.run(self.scheduler.everything(), self.sync_scope)
+            self.executor.run(self.scheduler.everything())
             self._show(self._buckets)
             self._unsharded_for_backward.update(unit.index for unit in self._buckets)
 
@@ -138,7 +138,7 @@ class BucketEngine(Engine):
         """Count a gradient that is in its bucket, and reduce complete buckets."""
         operations = self.scheduler.gradient_counted(unit_index, index)
         if operations:
-            self.executor.run(operations, self.sync_scope)
+            self.executor.run(operations)
 
     def _post_backward(self) -> None:
         learnt = self.scheduler.learns

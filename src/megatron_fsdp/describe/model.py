@@ -70,17 +70,17 @@ def memory_of(engine: Engine) -> MemoryUse:
         grads,
         engine.executor.transient_bytes,
         engine.executor.weight_memory.held_bytes,
-        {kind: count for kind, count in away.items() if getattr(engine.sharding.options.offload, kind)},
+        {kind: count for kind, count in away.items() if getattr(engine.options.offload, kind)},
     )
 
 
 def axes_of(engine: Engine) -> tuple[AxisDescription, ...]:
     """Describe the mesh axes of dense parameters, of experts, and the tensor-parallel one."""
-    dense, experts = engine.sharding.dense, engine.sharding.experts
+    dense = engine.rank_meshes[0]
     found = [
         _axis(name, kind + role, axis.group, axis.rank, axis.num_ranks, axis.gather_group)
-        for kind, rank_mesh in (("", dense), ("expert ", experts))
-        if rank_mesh is not None
+        for rank_mesh in engine.rank_meshes
+        for kind in ("expert " if rank_mesh.is_expert else "",)
         for name, role, axis in zip(
             rank_mesh.names, ("outer", "shard")[-len(rank_mesh.axes) :], rank_mesh.axes, strict=True
         )
@@ -146,7 +146,7 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         padding_numel=plan.layout.padding_numel,
         shard_numel=group.weights.main.local.numel(),
         is_trainable=group.is_trainable,
-        is_expert=plan.is_expert,
+        is_expert=plan.rank_mesh.is_expert,
         tensor_parallel=sum(part is not None and part.is_cut for part in plan.parts),
         storage=stored,
         compute=_name(group.full[0].dtype),
@@ -179,7 +179,7 @@ def _name(dtype: torch.dtype) -> str:
 def memory_description(engine: Engine) -> MemoryDescription:
     """Describe the bytes held now, and the settings of borrowed memory."""
     held, schedule, plan = memory_of(engine), engine.scheduler.config, engine.memory_plan
-    others, offload = engine.units[ROOT_UNIT + 1 :], engine.sharding.options.offload
+    others, offload = engine.units[ROOT_UNIT + 1 :], engine.options.offload
     return MemoryDescription(
         allocator=plan.allocator.value,
         slots=schedule.slots if schedule.shares_slots else 0,

@@ -9,16 +9,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_of_transforms
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.agreement import raise_together
 from megatron_fsdp.comm.axis import Traffic, broadcast
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.comm.streams import is_capturing
+from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.dtensor.expert_names import ExpertNames
 from megatron_fsdp.engine.delayed_linear import WeightGradientQueue
@@ -32,15 +33,15 @@ from megatron_fsdp.engine.gradients import (
     get_grad,
     match_waiting_sums,
 )
-from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.memory import on_device, weakly
 from megatron_fsdp.engine.memory_plan import MemoryPlan, bucket_count, prefetch_depth, unit_numels
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup, agree_on_amaxes
-from megatron_fsdp.engine.schedule import Action, Operation, Scheduler, SyncMode, SyncScope
+from megatron_fsdp.engine.schedule import Action, Operation, Scheduler, SyncScope
 from megatron_fsdp.engine.unit import StructureCheck, Unit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
-from megatron_fsdp.sharding.placement import Placement, placements_for
+from megatron_fsdp.sharding.mesh import RankMesh
+from megatron_fsdp.sharding.placement import Placement
 from megatron_fsdp.sharding.units import ROOT_UNIT, UnitPlan
 
 _NEVER = -1  # the weights_version of a forward that used no weights
@@ -80,11 +81,23 @@ def live_engine(reference: weakref.ref[Engine]) -> Engine:
     """Return the engine of a hook's weak reference; raise a ScheduleError if it was deleted."""
     engine = reference()
     if engine is None:
-        raise ScheduleError(
-            "this module was sharded, and the MegatronFSDP object that owned its parameters has been deleted; keep the "
-            "object that fully_shard returned for as long as the module is used"
-        )
+        raise _deleted()
     return engine
+
+
+def _deleted() -> ScheduleError:
+    return ScheduleError(
+        "this module was sharded, and the MegatronFSDP object that owned its parameters has been deleted; keep the "
+        "object that fully_shard returned for as long as the module is used"
+    )
+
+
+def live_unit(reference: weakref.ref[Unit]) -> Unit:
+    """Return the unit of a hook's weak reference; raise a ScheduleError if it was deleted."""
+    unit = reference()
+    if unit is None:
+        raise _deleted()
+    return unit
 
 
 def _take_gradient(
@@ -103,8 +116,10 @@ class Engine:
     memory_plan: MemoryPlan
     scheduler: Scheduler
     executor: Executor
-    mode: SyncMode  # shared with the wrapper
-    sharding: Sharding
+    options: EngineOptions
+    device: torch.device
+    rank_meshes: tuple[RankMesh, ...]  # of all groups, the same on all ranks and in one order
+    reaching_all: tuple[dist.ProcessGroup | None, ...]  # groups that together reach every rank of the model
     structure: StructureCheck  # finds parameters that join the model later
     check_optimizer: Callable[[torch.optim.Optimizer], None]  # refuses one that cannot train the model
     expert_names: ExpertNames  # over all ranks
@@ -120,24 +135,18 @@ class Engine:
     reduces_in_fixed_order = False  # whatever is called when, on any rank
 
     def __post_init__(self) -> None:
-        options = self.sharding.options
-        self.device = self.sharding.device
+        options = self.options
         self.observers = self.executor.observers
         self._finite_check = next((each for each in self.gradient_checks if isinstance(each, FiniteCheck)), None)
         self.keeps_gradients = options.megatron_fsdp_cuda_graph_mode
         self._was_captured = False  # there is a graph that may be replayed at any time
+        # Apart for each: the ranks that share a dense parameter hold different experts.
         self._usage = {
-            is_expert: UsageAgreement(rank_mesh, self.device, options.find_unused_parameters)
-            for is_expert, rank_mesh in ((False, self.sharding.dense), (True, self.sharding.experts))
-            if rank_mesh is not None
+            rank_mesh: UsageAgreement(rank_mesh, self.device, options.find_unused_parameters)
+            for rank_mesh in self.rank_meshes
         }
-        # A deterministic sum takes each microbatch on its own: none is added to another on a rank.
-        self._accumulates_shards = (
-            self.is_deterministic or placements_for(options.strategy).accumulated_grad[-1] is Placement.SHARD
-        )
-        self.group_and_index = {
-            id(param): (group, i) for group in self.groups() for i, param in enumerate(group.sharded)
-        }
+        self._modes = {id(unit.mode): unit.mode for unit in self.units}.values()
+        self.group_and_index = {key: at for unit in self.units for key, at in unit.group_and_index.items()}
         self.stepped = False
         self._unreduced = UnreducedGradients()
         self.full_units: set[int] = set()  # units whose modules show copies of the full parameters
@@ -156,9 +165,10 @@ class Engine:
         self._callback_queued = False
         self._backward_thread = 0  # the thread on which the hooks of this backward run
         self._ending = False  # inside `_post_backward`, whose checks conclude later
-        self.state_dict_handles: Sequence[RemovableHandle] = ()  # of the hooks that describe shards in state dicts
         self.microbatch_count = 0  # backwards since the last that synchronised
         self.executor.finalise = weakly(self._finalise)  # See Note [Weak references]
+        for unit in self.units:
+            unit.connect(self)
         for group in self.groups():
             self._inspect_gradients(group)
             for param in group.sharded:
@@ -190,7 +200,7 @@ class Engine:
                     unit.expect_outer_update()
             # Before anything else is sent. See Note [What ranks agree on, and when].
             self._match_after_reset()
-            self._defers |= self.sync_scope is not SyncScope.EVERYWHERE
+            self._defers |= not self.syncs
             # Only now, not after the step: the gather over the outer ranks is in place, and would undo what somebody
             # writes into main weights in between.
             self.refresh_weights()
@@ -369,7 +379,8 @@ class Engine:
     def _set_trainable(self, unit: Unit, group_index: int, trainable: Sequence[bool]) -> None:
         group = unit.groups[group_index]
         if group.gradients is None:  # it was frozen when the model was sharded
-            group.begin_training(self.sharding.plan_training(group.plan))
+            assert group.plan.sharding is not None
+            group.begin_training(group.plan.sharding.plan_training(group.plan))
             self._inspect_gradients(group)
             # The group had no share in its unit's bucket, after whose size the pools are made.
             unit.plan_buckets()
@@ -440,7 +451,7 @@ class Engine:
             # All groups at once: one all-reduce per axis, whatever their number.
             encoded = [group for group in self.groups() if group.weights.quantizer is not None]
             if encoded:
-                agree_on_amaxes(encoded)
+                agree_on_amaxes(encoded, self.rank_meshes)
             for unit in self.units:
                 unit.install_main_weights()
         self.stepped = False
@@ -464,7 +475,7 @@ class Engine:
                 "zero_dp_strategy 0 to 2"
             )
         operations = self.scheduler.backward_begins(call.unit, call.weights_version, call.reads_weights)
-        self.executor.run(operations, self.sync_scope)
+        self.executor.run(operations)
         if not call.reads_weights:
             return
         self._to_unsharded(call.unit, call.module_index)  # recomputation inside the module calls no hooks of it
@@ -515,7 +526,7 @@ class Engine:
         """Give a group of a unit memory for the gradients of this backward."""
         gradients = self.units[unit_index].groups[group_index].gradients
         assert gradients is not None
-        self.executor.begin_filling(self.units[unit_index], group_index, self.sync_scope)
+        self.executor.begin_filling(self.units[unit_index], group_index)
         # They see gradients in `take_gradient` only.
         if self.observers.active or self.gradient_checks:
             gradients.forbid_direct_copies()
@@ -528,18 +539,21 @@ class Engine:
     @property
     def traffic_by_axis(self) -> dict[str, Traffic]:
         """The counters of each data-parallel axis, by the name of its mesh dimension; live."""
-        dense = self.sharding.dense
-        return {name: axis.traffic for name, axis in zip(dense.names, dense.axes, strict=True)}
+        return {
+            name: axis.traffic
+            for rank_mesh in reversed(self.rank_meshes)
+            for name, axis in zip(rank_mesh.names, rank_mesh.axes, strict=True)
+        }
 
     @property
     def is_deterministic(self) -> bool:
         """True if a step has to give the same bits on any number of ranks."""
-        return self.sharding.options.deterministic is not None
+        return self.options.deterministic is not None
 
     @property
-    def sync_scope(self) -> SyncScope:
-        """The sync scope of this backward."""
-        return self.mode.sync_scope(self._accumulates_shards)
+    def syncs(self) -> bool:
+        """True if the end of the next backward is a gradient sync of all units."""
+        return all(mode.syncs for mode in self._modes)
 
     def _begin_backward(self) -> None:
         if self._callback_queued:
@@ -552,7 +566,7 @@ class Engine:
         self._adopt_requires_grad()  # parameters frozen since the forward get no gradient
         self._show_local_weights()
         self._callback_queued = self._has_unattached = True
-        self._defers |= self.sync_scope is not SyncScope.EVERYWHERE
+        self._defers |= not self.syncs
         self.backward_number += 1
         self._backward_thread = threading.get_ident()
         for check in self.gradient_checks:
@@ -586,7 +600,7 @@ class Engine:
             for operation in self.scheduler.backward_ends():
                 if self.delayed is not None and operation.action is Action.REDUCE:
                     self._fill_late(operation.unit, self.delayed)
-                self.executor.run((operation,), self.sync_scope)
+                self.executor.run((operation,))
         finally:
             self._ending = False
         for check in self.gradient_checks:
@@ -642,24 +656,28 @@ class Engine:
 
     def _finalise(self) -> None:
         """End a backward whose reductions are done."""
-        if self.mode.syncs:
-            self.finish_grad_sync()
-        else:
+        syncing = [unit for unit in self.units if unit.mode.syncs]
+        if syncing:
+            self._sync_gradients(syncing)
+        if len(syncing) < len(self.units):
             self.microbatch_count += 1
 
     def finish_grad_sync(self) -> None:
         """Reduce all deferred gradients, wait for them, and set `.grad`."""
-        self.flush_deferred()
-        self.attach_gradients()
+        self._sync_gradients(self.units)
+
+    def _sync_gradients(self, units: Sequence[Unit]) -> None:
+        self.flush_deferred(units)
+        self.attach_gradients(units)
         self.microbatch_count = 0
 
     def sync_if_deferred(self) -> None:
         """Run the gradient sync that no backward has run, if any is due."""
-        if not self.mode.auto_sync or self.has_deferred_gradients:
+        if self.has_deferred_gradients or not all(mode.auto_sync for mode in self._modes):
             self.finish_grad_sync()
 
-    def flush_deferred(self) -> None:
-        """Reduce deferred gradients, from the last unit to the root, and wait for them.
+    def flush_deferred(self, units: Sequence[Unit] | None = None) -> None:
+        """Reduce deferred gradients of units (None: of all), from the last one to the root, and wait for them.
 
         Raises:
             NonFiniteGradientError: A sum of some rank is not finite, where that is checked; all are reduced by then.
@@ -670,10 +688,10 @@ class Engine:
         if check is not None and not self._callback_queued:  # a running backward keeps its findings
             check.begin()
         self._match_after_reset()
-        for unit in reversed(self.units):
+        for unit in reversed(self.units if units is None else units):
             if any(group.gradients is not None and group.gradients.has_unreduced_gradient for group in unit.groups):
                 concludes = True
-                self.executor.run((Operation(Action.REDUCE, unit.index),))
+                self.executor.run((Operation(Action.REDUCE, unit.index),), SyncScope.EVERYWHERE)
             else:
                 # Its inner reductions are over; at most the outer one was deferred.
                 self.executor.reduce_outer(unit)
@@ -682,18 +700,21 @@ class Engine:
             with self.observers.during(Phase.AGREE, ROOT_UNIT):
                 check.conclude()
 
-    def attach_gradients(self) -> None:
-        """Set `.grad` of the sharded parameters to the main gradients."""
-        self._defers = False
-        self._agreed_since_change, self._has_unattached = True, False
+    def attach_gradients(self, units: Sequence[Unit] | None = None) -> None:
+        """Set `.grad` of the sharded parameters of units (None: of all) to the main gradients."""
+        units = self.units if units is None else units
+        is_partial = len(units) < len(self.units)
+        self._defers = self._has_unattached = is_partial
+        self._agreed_since_change = not is_partial
         renewed: list[tuple[ParameterGroup, list[bool]]] = []
-        # Apart for experts: the ranks that share a dense parameter hold different experts.
-        for is_expert, usage in self._usage.items():
-            trainable = [
-                (group, gradients)
-                for group, gradients in self.groups_with_gradients()
-                if group.plan.is_expert is is_expert and any(group.trained_since_attach)
-            ]
+        synced = [
+            (group, group.gradients)
+            for unit in units
+            for group in unit.groups
+            if group.gradients is not None and any(group.trained_since_attach)
+        ]
+        for rank_mesh, usage in self._usage.items():
+            trainable = [found for found in synced if found[0].plan.rank_mesh is rank_mesh]
             used_here = [
                 each.arrived
                 for group, gradients in trainable
@@ -715,7 +736,7 @@ class Engine:
 
     def usage_of(self, group: ParameterGroup) -> UsageAgreement:
         """Return the `UsageAgreement` of the group's rank mesh."""
-        return self._usage[group.plan.is_expert]
+        return self._usage[group.plan.rank_mesh]
 
     def refuse_late(self, what: str) -> None:
         """Raise, on every rank, if an optimizer in backward has already used the gradients."""
@@ -736,9 +757,9 @@ class Engine:
             raise ConfigurationError(
                 "grad_comm_dtype cannot change while gradients are on their way; call finish_grad_sync first"
             )
-        self.sharding = replace(self.sharding, options=replace(self.sharding.options, policy=policy))
-        for group, _ in self.groups_with_gradients():
-            group.change_precision(self.sharding.precision(group.plan.spec.key))
+        self.options = replace(self.options, policy=policy)
+        for group in self.groups():
+            group.change_policy(policy)
         for unit in self.units:
             unit.plan_buckets()
         self.executor.make_bucket_pools()
@@ -780,10 +801,10 @@ class Engine:
         if not self._may_differ:
             return
         self._may_differ = False
-        for is_expert in self._usage:
+        for rank_mesh in self.rank_meshes:
             with self.observers.during(Phase.AGREE, ROOT_UNIT):
-                gradients = [each for group, each in self.groups_with_gradients() if group.plan.is_expert is is_expert]
-                match_waiting_sums(gradients, self.sharding.rank_mesh(is_expert), self.device)
+                gradients = [each for group, each in self.groups_with_gradients() if group.plan.rank_mesh is rank_mesh]
+                match_waiting_sums(gradients, rank_mesh, self.device)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -798,16 +819,15 @@ class Engine:
     def compare_facts(self, facts: Iterable[tuple[ParameterGroup, str, object]]) -> None:
         """Raise if facts (names and values) about parameters of groups differ between ranks. Collective.
 
-        Facts about experts are compared between the ranks that share them.
+        Facts are compared between the ranks of the group's rank mesh, which share the parameters.
         """
-        listed: dict[bool, dict[str, str]] = {False: {}, True: {}}
+        listed: dict[RankMesh, dict[str, str]] = {rank_mesh: {} for rank_mesh in self.rank_meshes}
         for group, name, value in facts:
-            listed[group.plan.is_expert][name] = str(value)
+            listed[group.plan.rank_mesh][name] = str(value)
         with self.observers.during(Phase.AGREE, ROOT_UNIT):
-            raise_together(None, "comparing facts", self.sharding.reaching_all, listed[False])
-            if self.sharding.experts is not None:
-                groups = self.sharding.experts.group, *self.sharding.reaching_all  # those of other experts stop, too
-                raise_together(None, "comparing facts", groups, listed[True])
+            for rank_mesh, of_mesh in listed.items():
+                own = (rank_mesh.group,) if rank_mesh.group not in self.reaching_all else ()
+                raise_together(None, "comparing facts", (*own, *self.reaching_all), of_mesh)  # other ranks stop, too
 
     def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Drop gradients that were accumulated for sharded parameters and are not in their `.grad` yet."""
@@ -911,7 +931,7 @@ class Engine:
         """Reduce the units' gradients that have arrived; those that have not count as zero."""
         for unit in self.units_of(params):
             if any(group.gradients is not None and group.gradients.is_filling for group in unit.groups):
-                self.executor.run(self.scheduler.gradients_ready(unit.index), self.sync_scope)
+                self.executor.run(self.scheduler.gradients_ready(unit.index))
 
     def broadcast_whole_weights(self) -> None:
         """Broadcast main weights that every rank holds whole from the first rank."""

@@ -162,25 +162,26 @@ class Executor:
         """Number of scratch blocks: one per reduction that may be in flight while another bucket fills."""
         return max(1, self.bucket_count - 1)
 
-    def run(self, operations: Iterable[Operation], sync_scope: SyncScope = SyncScope.EVERYWHERE) -> None:
+    def run(self, operations: Iterable[Operation], sync_scope: SyncScope | None = None) -> None:
         """Carry out operations in order.
 
         Args:
             operations: Operations of the scheduler.
-            sync_scope: How far gradients that are ready are reduced.
+            sync_scope: How far gradients that are ready are reduced; None: as far as their unit's switches say.
         """
         observers = self.observers
         for action, unit_index, slot in operations:
             unit = self._units[unit_index]
+            scope = sync_scope or unit.sync_scope
             # Only what is sent counts, so not a deferred reduction. See Note [What ranks agree on, and when].
-            if action is _UNSHARD or (action is _REDUCE and sync_scope is not SyncScope.NOWHERE):
+            if action is _UNSHARD or (action is _REDUCE and scope is not SyncScope.NOWHERE):
                 self._fold(action, unit_index)
             # Set here and not in `except`: FINALISE takes it back when communication is over, and may raise after that.
             before, self.is_broken = self.is_broken, True
             try:
                 if observers.active:
                     observers.begins(PHASE_OF[action], unit_index)
-                self._carry_out(action, unit, slot, sync_scope)
+                self._carry_out(action, unit, slot, scope)
                 if observers.active:
                     observers.ends(PHASE_OF[action], unit_index)
                 self.is_broken = before
@@ -247,10 +248,10 @@ class Executor:
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def begin_filling(self, unit: Unit, group_index: int, sync_scope: SyncScope) -> None:
+    def begin_filling(self, unit: Unit, group_index: int) -> None:
         """Give a group memory for the gradients of this backward; may wait for a reduction to free a bucket."""
         with explained(f"while gradients of unit {unit.label} need memory", self.observers):
-            self._begin_filling(unit, group_index, sync_scope)
+            self._begin_filling(unit, group_index, unit.sync_scope)
 
     def _begin_filling(self, unit: Unit, group_index: int, sync_scope: SyncScope) -> None:
         gradients = unit.groups[group_index].gradients

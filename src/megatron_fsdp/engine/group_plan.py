@@ -5,8 +5,9 @@ data-parallel ranks (`TensorParallelPart`). `parallelize_module` leaves paramete
 mesh, and the modules expect them as such in forward; Megatron's own layers hold plain tensors with attributes that say
 which dimension was cut.
 
-`GroupPlan` is everything that is decided for one parameter group before any memory is taken; `Sharding` holds the ranks
-and options of a model, from which `plan_groups` makes the plans.
+`GroupPlan` is everything that is decided for one parameter group before any memory is taken. `Sharding` holds the
+ranks, placements, dtypes and gradient factor of some parameters, and plans their groups: one for each unit, or, where a
+whole model is sharded by one call, one for its dense parameters and one for its experts (`ModelSharding`).
 """
 
 from __future__ import annotations
@@ -30,14 +31,13 @@ from megatron_fsdp.comm.axis import Axis, real_values
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.offload import Offload, offload_by_unit
-from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
 from megatron_fsdp.sharding.layout import Layout, plan_layout
 from megatron_fsdp.sharding.mesh import FlatAxis, RankMesh
-from megatron_fsdp.sharding.placement import Placement, Placements, Region, held_region, placements_for, shard_count
+from megatron_fsdp.sharding.placement import Placement, Placements, Region, held_region, shard_count
 from megatron_fsdp.sharding.shards import MeshUse, ShardDescription, TensorParallelCut
 from megatron_fsdp.sharding.units import (
     GroupKey,
@@ -172,14 +172,22 @@ class GroupPlan:
     precision: ResolvedPrecision
     reduction: GradientReduction
     placements: Placements
-    axes: tuple[Axis, ...]  # data-parallel, outermost first; the last one is the sharding axis
-    mesh: DeviceMesh  # of the DTensors: the axes, and last the tensor-parallel one, if any
+    rank_mesh: RankMesh
     device: torch.device
     parts: tuple[TensorParallelPart | None, ...]  # how tensor parallelism cut each parameter before, if it did
     layouts_by_part: tuple[Layout, ...] = ()  # on each tensor-parallel rank, where their parts differ in shape
-    foreign_groups: tuple[dist.ProcessGroup, ...] = ()  # for experts, groups of ranks that hold other experts
-    flat: FlatAxis | None = None  # both axes of a hybrid mesh as one, where gradients are added rank by rank
     offload: Offload = Offload()  # noqa: RUF009 (frozen)
+    sharding: Sharding | None = None  # by which it was planned, for a later change of `requires_grad` or dtypes
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The data-parallel axes, outermost first; the last one is the sharding axis."""
+        return self.rank_mesh.axes
+
+    @property
+    def flat(self) -> FlatAxis | None:
+        """Both axes of a hybrid mesh as one, where gradients are added rank by rank."""
+        return self.rank_mesh.flat
 
     @property
     def offloads_compute(self) -> bool:
@@ -210,11 +218,6 @@ class GroupPlan:
     def requires_grad(self) -> bool:
         """True if the parameters are trained."""
         return self.spec.key.requires_grad
-
-    @property
-    def is_expert(self) -> bool:
-        """True if these are parameters of experts, on the expert mesh."""
-        return self.spec.key.is_expert
 
     @cached_property
     def inner_region(self) -> Region:
@@ -342,12 +345,13 @@ class GroupPlan:
         """Return the shard spec of tensor `index`, which its main weight, gradient and state share."""
         part, layouts = self.parts[index], self.layouts_by_part
         is_sharded = [placement is Placement.SHARD for placement in self.placements.main_weight]
+        mesh = self.rank_mesh.described_mesh
         use = MeshUse(
-            sizes=tuple(self.mesh.mesh.shape),
+            sizes=tuple(mesh.mesh.shape),
             shard_dims=tuple(dim for dim in reversed(range(len(is_sharded))) if is_sharded[dim]),
-            tensor_dim=len(self.axes) if self.mesh.ndim > len(self.axes) else None,
+            tensor_dim=len(self.axes) if mesh.ndim > len(self.axes) else None,
         )
-        on_mesh = self.mesh.get_coordinate()
+        on_mesh = mesh.get_coordinate()
         assert on_mesh is not None
         coordinate = (*(axis.rank for axis in self.axes), *on_mesh[len(self.axes) :])
         tensor_cut = None
@@ -355,7 +359,7 @@ class GroupPlan:
             dim = part.placement.dim
             tensor_cut = TensorParallelCut.by_chunk(part.shape[dim], use.num_parts, dim)
         return ShardSpec(
-            self.mesh,
+            mesh,
             ShardDescription(
                 shape=self.layout.shapes[index] if part is None else tuple(part.shape),
                 use=use,
@@ -364,7 +368,7 @@ class GroupPlan:
                 tensor_cut=tensor_cut,
                 other_cuts=tuple(layout.cut(index) for layout in layouts),
             ),
-            self.foreign_groups,
+            self.rank_mesh.foreign_groups,
             self.reduction.adds_up,
         )
 
@@ -379,94 +383,35 @@ def _matches(name: str, pattern: str) -> bool:
     return pattern == "all" or fnmatchcase(name, pattern)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sharding:
-    """Ranks and options by which the parameters of a model are sharded."""
+    """The ranks, placements, dtypes and gradient factor by which some parameters are sharded."""
 
     options: EngineOptions
-    dense: RankMesh
-    experts: RankMesh | None  # None where they are sharded as everything else
+    rank_mesh: RankMesh
+    placements: Placements  # of trained parameters with dimensions
     device: torch.device
-    weight_formats: Mapping[str, WeightFormat] = field(default_factory=dict)  # by canonical name
-    lookups: frozenset[str] = frozenset()  # canonical names of what `looked_up` finds
-
-    def sums_in_fp32(self, name: str) -> bool:
-        """Return True if the gradients of a parameter are accumulated in float32, by its canonical name."""
-        return any(_matches(name, pattern) for pattern in self.options.param_name_patterns_for_fp32_local_accumulation)
-
-    def check_patterns(self, names: Sequence[str]) -> None:
-        """Raise if a pattern matches none of `names`, the canonical ones of the model's trainable parameters."""
-        for pattern in self.options.param_name_patterns_for_fp32_local_accumulation:
-            if not any(_matches(name, pattern) for name in names):
-                raise ConfigurationError(
-                    f"param_name_patterns_for_fp32_local_accumulation has {pattern!r}, which matches none of the "
-                    f"{len(names)} trainable parameters (such as {', '.join(names[:2])}); patterns are those of "
-                    "fnmatch, and 'all' is every parameter"
-                )
-
-    def is_expert(self, name: str, param: torch.Tensor) -> bool:
-        """Return True if a parameter is on the expert mesh: by its name, or marked `allreduce=False` as in Megatron.
-
-        A mark without an expert mesh is refused.
-        """
-        is_marked = getattr(param, "allreduce", True) is False
-        if is_marked and self.experts is None:
-            raise ConfigurationError(
-                f"{name} is marked as an expert's (allreduce=False), and there is no expert mesh; pass expt_device_mesh"
-            )
-        return self.experts is not None and (is_marked or _EXPERT_NAME in f".{name}")
-
-    @property
-    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
-        """Groups that together reach every rank of the model: data-parallel ranks, then tensor-parallel ones."""
-        return self.dense.group, self.dense.tensor_parallel_group
-
-    @property
-    def is_first(self) -> bool:
-        """True if this is the first rank of the model."""
-        return not any(dist.get_rank(group) for group in self.reaching_all if group is not None)
-
-    def rank_mesh(self, is_expert: bool) -> RankMesh:
-        """Return the rank mesh of dense or of expert parameters."""
-        return self.experts if is_expert and self.experts is not None else self.dense
-
-    def over_own_groups(self) -> tuple[Sharding, OwnGroups]:
-        """Return the sharding on process groups of its own along each data-parallel axis; collective, by all ranks."""
-        experts = self.experts.axes if self.experts is not None else ()
-        flat = self.dense.flat
-        own = OwnGroups((*self.dense.axes, *experts, *(() if flat is None else (flat.axis,))))
-        cut = len(self.dense.axes)
-        dense = replace(
-            self.dense, axes=own.axes[:cut], flat=None if flat is None else replace(flat, axis=own.axes[-1])
-        )
-        return replace(
-            self,
-            dense=dense,
-            experts=None if self.experts is None else replace(self.experts, axes=own.axes[cut : cut + len(experts)]),
-        ), own
+    divisor: float  # a mean is the sum of all ranks' gradients divided by this; for experts by the dense ranks
 
     def plan_group(self, spec: ParameterGroupSpec, parts: tuple[TensorParallelPart | None, ...]) -> GroupPlan:
         """Plan layout, dtypes, placements and factors of one group, whose parameters were cut as `parts` before."""
-        rank_mesh = self.rank_mesh(spec.key.is_expert)
-        placements = self._placements(spec)
+        placements = self._placements(spec.key)
         if spec.key.requires_grad:
             precision = self.precision(spec.key)
         else:
             precision = ResolvedPrecision(*(spec.key.dtype,) * 4, has_main_copy=False)
-        layout, layouts = self._layouts(spec, parts, shard_count(placements.main_weight, rank_mesh.axes))
+        layout, layouts = self._layouts(spec, parts, shard_count(placements.main_weight, self.rank_mesh.axes))
         return GroupPlan(
-            spec,
-            layout,
-            precision,
-            self._reduction(rank_mesh, precision),
-            placements,
-            rank_mesh.axes,
-            rank_mesh.described_mesh,
-            self.device,
-            parts,
-            layouts,
-            rank_mesh.foreign_groups,
-            rank_mesh.flat,
+            spec=spec,
+            layout=layout,
+            precision=precision,
+            reduction=self._reduction(precision),
+            placements=placements,
+            rank_mesh=self.rank_mesh,
+            device=self.device,
+            parts=parts,
+            layouts_by_part=layouts,
+            sharding=self,
         )
 
     def plan_training(self, plan: GroupPlan) -> GroupPlan:
@@ -474,13 +419,17 @@ class Sharding:
         key = replace(plan.spec.key, requires_grad=True)
         infos = tuple(replace(info, key=key) for info in plan.spec.parameters)
         precision = self.precision(key)
-        reduction = self._reduction(self.rank_mesh(key.is_expert), precision)
-        return replace(plan, spec=ParameterGroupSpec(key, infos), precision=precision, reduction=reduction)
+        spec = ParameterGroupSpec(key, infos)
+        return replace(plan, spec=spec, precision=precision, reduction=self._reduction(precision))
 
-    def _reduction(self, rank_mesh: RankMesh, precision: ResolvedPrecision) -> GradientReduction:
+    def with_policy(self, policy: MixedPrecisionPolicy) -> Sharding:
+        """Return the sharding under another policy."""
+        return replace(self, options=replace(self.options, policy=policy))
+
+    def _reduction(self, precision: ResolvedPrecision) -> GradientReduction:
         reduction = gradient_reduction(
-            self.dense.num_ranks,
-            rank_mesh.num_ranks,
+            self.divisor,
+            self.rank_mesh.num_ranks,
             average_in_collective=self.options.average_in_collective,
             calculate_per_token_loss=self.options.calculate_per_token_loss,
             comm_dtype=precision.grad_comm,
@@ -509,8 +458,8 @@ class Sharding:
         form = spec.key.weight_format
         block_numel = 1 if form is None else form.block_numel
         multiple = self.options.numel_multiple if spec.key.requires_grad else 1
-        if self.dense.flat is not None:
-            multiple = lcm(multiple, self.dense.flat.axis.num_ranks)  # each rank adds up an equal part
+        if self.rank_mesh.flat is not None:
+            multiple = lcm(multiple, self.rank_mesh.flat.axis.num_ranks)  # each rank adds up an equal part
         rows_only = {} if form is None or form.cuts_rows else {"max_waste": float(num_shards)}
         itemsize = 1 if form is not None and form.stays_encoded else spec.key.dtype.itemsize
 
@@ -523,7 +472,7 @@ class Sharding:
                 **rows_only,
             )
 
-        mesh = self.rank_mesh(spec.key.is_expert).tensor_parallel
+        mesh = self.rank_mesh.tensor_parallel
         num_parts = 1 if mesh is None else mesh.size()
         by_parameter = [
             (info.shape,) * num_parts if part is None else part.shapes_by_rank(info.shape)
@@ -534,19 +483,94 @@ class Sharding:
             return layout, ()
         return layout, tuple(map(plan, zip(*by_parameter, strict=True)))
 
-    def _placements(self, spec: ParameterGroupSpec) -> Placements:
-        strategy = self.options.strategy
-        outer = self.options.outer_strategy if len(self.dense.axes) > 1 else None
-        is_frozen = not spec.key.requires_grad
-        if spec.key.is_scalar or (is_frozen and strategy < ShardingStrategy.optim_grads_params):
-            strategy = ShardingStrategy.no_shard  # nothing to shard, or nothing to optimise: whole and never gathered
-        if outer is not None and (is_frozen or strategy is ShardingStrategy.no_shard):
-            outer = ShardingStrategy.no_shard
-        return placements_for(strategy, outer)
+    def _placements(self, key: GroupKey) -> Placements:
+        if key.is_scalar:
+            return self.placements.of_scalars()
+        return self.placements if key.requires_grad else self.placements.of_frozen()
+
+
+@dataclass(frozen=True)
+class ModelSharding:
+    """The sharding of all parameters of a model: its dense ones and its experts."""
+
+    dense: Sharding
+    experts: Sharding | None = None  # None where they are sharded as everything else
+    weight_formats: Mapping[str, WeightFormat] = field(default_factory=dict)  # by canonical name
+    lookups: frozenset[str] = frozenset()  # canonical names of what `looked_up` finds
+
+    @property
+    def options(self) -> EngineOptions:
+        """The options of the model."""
+        return self.dense.options
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all shards."""
+        return self.dense.device
+
+    @property
+    def rank_meshes(self) -> tuple[RankMesh, ...]:
+        """The rank mesh of dense parameters, then that of experts."""
+        return tuple(each.rank_mesh for each in (self.dense, self.experts) if each is not None)
+
+    def sums_in_fp32(self, name: str) -> bool:
+        """Return True if the gradients of a parameter are accumulated in float32, by its canonical name."""
+        return any(_matches(name, pattern) for pattern in self.options.param_name_patterns_for_fp32_local_accumulation)
+
+    def check_patterns(self, names: Sequence[str]) -> None:
+        """Raise if a pattern matches none of `names`, the canonical ones of the model's trainable parameters."""
+        for pattern in self.options.param_name_patterns_for_fp32_local_accumulation:
+            if not any(_matches(name, pattern) for name in names):
+                raise ConfigurationError(
+                    f"param_name_patterns_for_fp32_local_accumulation has {pattern!r}, which matches none of the "
+                    f"{len(names)} trainable parameters (such as {', '.join(names[:2])}); patterns are those of "
+                    "fnmatch, and 'all' is every parameter"
+                )
+
+    def is_expert(self, name: str, param: torch.Tensor) -> bool:
+        """Return True if a parameter is on the expert mesh: by its name, or marked `allreduce=False` as in Megatron.
+
+        A mark without an expert mesh is refused.
+        """
+        is_marked = getattr(param, "allreduce", True) is False
+        if is_marked and self.experts is None:
+            raise ConfigurationError(
+                f"{name} is marked as an expert's (allreduce=False), and there is no expert mesh; pass expt_device_mesh"
+            )
+        return self.experts is not None and (is_marked or _EXPERT_NAME in f".{name}")
+
+    def of(self, name: str, param: torch.Tensor) -> Sharding:
+        """Return the sharding of a parameter."""
+        return self.experts if self.experts is not None and self.is_expert(name, param) else self.dense
+
+    @property
+    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Groups that together reach every rank of the model: data-parallel ranks, then tensor-parallel ones."""
+        return self.dense.rank_mesh.group, self.dense.rank_mesh.tensor_parallel_group
+
+    @property
+    def is_first(self) -> bool:
+        """True if this is the first rank of the model."""
+        return not any(dist.get_rank(group) for group in self.reaching_all if group is not None)
+
+    def over_own_groups(self) -> tuple[ModelSharding, OwnGroups]:
+        """Return the sharding on process groups of its own along each data-parallel axis; collective, by all ranks."""
+        dense, experts = self.dense.rank_mesh, None if self.experts is None else self.experts.rank_mesh
+        flat = () if dense.flat is None else (dense.flat.axis,)
+        own = OwnGroups((*dense.axes, *(() if experts is None else experts.axes), *flat))
+        cut = len(dense.axes)
+        on_own = replace(
+            dense, axes=own.axes[:cut], flat=None if dense.flat is None else replace(dense.flat, axis=own.axes[-1])
+        )
+        found = replace(self, dense=replace(self.dense, rank_mesh=on_own))
+        if self.experts is not None and experts is not None:
+            apart = replace(experts, axes=own.axes[cut : cut + len(experts.axes)])
+            found = replace(found, experts=replace(self.experts, rank_mesh=apart))
+        return found, own
 
 
 def parameter_info(
-    name: str, param: nn.Parameter, sharding: Sharding, unit_modules: Sequence[str] = ()
+    name: str, param: nn.Parameter, sharding: ModelSharding, unit_modules: Sequence[str] = ()
 ) -> ParameterInfo:
     """Return the facts about a parameter that grouping needs; only its metadata is read.
 
@@ -556,7 +580,7 @@ def parameter_info(
     key = GroupKey(
         param.dtype,
         param.requires_grad,
-        is_expert=sharding.is_expert(name, param),
+        rank_mesh=sharding.of(name, param).rank_mesh,
         is_scalar=not shape,
         sums_in_fp32=sharding.sums_in_fp32(name),
         weight_format=sharding.weight_formats.get(name),
@@ -565,7 +589,7 @@ def parameter_info(
 
 
 def plan_groups(
-    module: nn.Module, plan: UnitPlan, sharding: Sharding, root_group_numel: int | None
+    module: nn.Module, plan: UnitPlan, sharding: ModelSharding, root_group_numel: int | None
 ) -> list[list[GroupPlan]]:
     """Plan the parameter groups of each unit; the model is only read.
 
@@ -576,11 +600,14 @@ def plan_groups(
     known: dict[object, GroupPlan] = {}
 
     def plan_group(spec: ParameterGroupSpec) -> GroupPlan:
-        mesh = sharding.rank_mesh(spec.key.is_expert).tensor_parallel
-        parts = tuple(part_of(info.name, originals[info.name], mesh) for info in spec.parameters)
+        first = spec.parameters[0].name
+        own = sharding.of(first, originals[first])
+        parts = tuple(
+            part_of(info.name, originals[info.name], own.rank_mesh.tensor_parallel) for info in spec.parameters
+        )
         alike = (spec.key, tuple(info.shape for info in spec.parameters), parts)
         if alike not in known:
-            known[alike] = sharding.plan_group(spec, parts)
+            known[alike] = own.plan_group(spec, parts)
         return replace(known[alike], spec=spec)
 
     planned = []

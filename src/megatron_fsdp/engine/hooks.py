@@ -27,14 +27,20 @@ _TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
 """Types that cannot contain a tensor."""
 
 
-def register_hooks(engine: Engine, root: nn.Module) -> None:
-    """Register all hooks of one model."""
-    reference = weakref.ref(engine)
-    modules = [
-        (unit.index, module_index, root.get_submodule(path))
+def unit_modules_of(engine: Engine) -> list[tuple[int, int, nn.Module]]:
+    """List the modules of all units: the unit's index, the module's index in it, and the module."""
+    return [
+        (unit.index, module_index, module)
         for unit in engine.units
-        for module_index, path in enumerate(unit.modules)
+        for module_index, reference in enumerate(unit.modules.values())
+        if (module := reference()) is not None
     ]
+
+
+def register_hooks(engine: Engine, root: nn.Module | None) -> None:
+    """Register all hooks of one model; `root`: its root, None where several modules have no unit above them."""
+    reference = weakref.ref(engine)
+    modules = unit_modules_of(engine)
     unit_modules = {id(module) for *_, module in modules}
     for unit_index, module_index, module in modules:
         watch = None
@@ -51,7 +57,7 @@ def register_hooks(engine: Engine, root: nn.Module) -> None:
         # First of all pre-hooks, so that the user's see full weights; and after exceptions too, to reshard.
         module.register_forward_pre_hook(uncompiled(before), prepend=True)
         module.register_forward_hook(uncompiled(after), always_call=True, with_kwargs=True)
-    for inner in _outside_of_units(root, unit_modules):
+    for inner in _outside_of_units(root, unit_modules) if root is not None else ():
         root_forward = _RootForward(reference)
         inner.register_forward_pre_hook(uncompiled(root_forward.enter), prepend=True)
     for unit in engine.units:
@@ -384,11 +390,7 @@ def calls_of(
 
     `order` lists modules within it as the forward calls them; None: in the order of registration.
     """
-    number_of = {
-        id(root.get_submodule(path)): (unit.index, module_index)
-        for unit in engine.units
-        for module_index, path in enumerate(unit.modules)
-    }
+    number_of = {id(part): (unit_index, module_index) for unit_index, module_index, part in unit_modules_of(engine)}
     known = {id(part) for part in root.modules()}
     whole = root if module is None else module
     modules = None if order is None else tuple(order)

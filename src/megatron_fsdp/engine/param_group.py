@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import address_of, addresses_of, has_values
-from megatron_fsdp.config.precision import ResolvedPrecision
+from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.dtensor.reduction import unite_gradients
 from megatron_fsdp.dtensor.shard_spec import ShardSpec, describe_chunks
 from megatron_fsdp.dtensor.tensor import DATA, UnevenDTensor, as_sharded, register_with_torch
@@ -32,6 +32,7 @@ from megatron_fsdp.engine.group_plan import GroupPlan, local_part
 from megatron_fsdp.engine.memory import FlatBuffer, StateMemory, allocate, full_view, on_device, shard_view
 from megatron_fsdp.engine.weight_quantizer import EncodedBuffer, WeightQuantizer, WrappingQuantizer
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
+from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.placement import Region, held_region
 
 # The two weight buffers of a parameter group: what compute uses and what the optimizer updates.
@@ -51,32 +52,39 @@ class WeightBuffers:
     which `quantizer` encodes, main weights always have memory of their own, since encoding rounds.
     """
 
-    def __init__(self, plan: GroupPlan, quantizer: WeightQuantizer | None, memory: torch.Tensor | None) -> None:
-        """Allocate both buffers; `memory`, zeros, is that of compute weights which have some already."""
-        layout = plan.layout
+    def __init__(self, plan: GroupPlan, quantizer: WeightQuantizer | None) -> None:
+        """Allocate both buffers."""
         self._axes = plan.axes
         self._dtype = plan.precision.compute
         self._device = plan.device
-        held = held_region(layout.numel, plan.placements.compute_weight, plan.axes)
         self.quantizer = quantizer
         self.is_encoded = plan.is_encoded
         self.is_offloaded = plan.offloads_compute
-        if memory is None:
-            numel = plan.held_bytes // plan.sent_dtype.itemsize
-            memory = allocate(plan.offloads_compute, numel, plan.sent_dtype, plan.device)
-        self.compute = FlatBuffer(layout, held, memory)
-        if quantizer is not None and plan.is_encoded:
-            self.compute = EncodedBuffer(quantizer, layout, held, memory)
         self.main_lies_in_compute = self.quantizer is None and not plan.has_main_copy
         self._is_stale = False  # the compute weights are not encoded from what was stored last
+        self._seen_version = -1
         if not self.main_lies_in_compute:
             self.main = _main_buffer(plan)
-        elif plan.main_region == self.compute.region:
+        numel = plan.held_bytes // plan.sent_dtype.itemsize
+        self._use(plan, allocate(plan.offloads_compute, numel, plan.sent_dtype, plan.device))
+
+    def _use(self, plan: GroupPlan, memory: torch.Tensor) -> None:
+        """Make the compute weights of memory, and the main weights that lie in it."""
+        layout = plan.layout
+        held = held_region(layout.numel, plan.placements.compute_weight, plan.axes)
+        self.compute = FlatBuffer(layout, held, memory)
+        if self.quantizer is not None and plan.is_encoded:
+            self.compute = EncodedBuffer(self.quantizer, layout, held, memory)
+        if self.main_lies_in_compute:
             self.main = self.compute
-        else:
-            self.main = FlatBuffer(layout, plan.main_region, self.compute.view_of(plan.main_region))
+            if plan.main_region != self.compute.region:
+                self.main = FlatBuffer(layout, plan.main_region, self.compute.view_of(plan.main_region))
         self._sent = self.compute.view_of(plan.inner_region)
-        self._seen_version = -1
+
+    def move_into(self, plan: GroupPlan, memory: torch.Tensor) -> None:
+        """Move the compute weights into other memory of their length and dtype."""
+        memory.copy_(self.compute.local)
+        self._use(plan, memory)
 
     def make_main(self, plan: GroupPlan) -> bool:
         """Allocate main weights with the current values, where their dtype or offload needs memory of their own."""
@@ -207,12 +215,11 @@ class ParameterGroup:
         plan: GroupPlan,
         originals: Sequence[nn.Parameter],
         shard_specs: tuple[ShardSpec, ...],
-        memory: torch.Tensor | None,
         quantizer: WeightQuantizer | None,
     ) -> None:
         self.plan = plan
         self._wrapping = quantizer if isinstance(quantizer, WrappingQuantizer) else None
-        self.weights = WeightBuffers(plan, quantizer, memory)
+        self.weights = WeightBuffers(plan, quantizer)
         # None for a group that has been frozen since it was made
         self.gradients = GradientBuffers(plan) if plan.requires_grad else None
         # of offloaded optimizer state; None: the optimizer allocates it
@@ -243,6 +250,12 @@ class ParameterGroup:
     def names(self) -> tuple[str, ...]:
         """Canonical parameter names, in layout order."""
         return tuple(info.name for info in self.plan.spec.parameters)
+
+    def rename(self, names: Sequence[str]) -> None:
+        """Set the canonical names, in layout order."""
+        named = zip(self.plan.spec.parameters, names, strict=True)
+        parameters = tuple(replace(info, name=name) for info, name in named)
+        self.plan = replace(self.plan, spec=replace(self.plan.spec, parameters=parameters))
 
     @property
     def main_changed(self) -> bool:
@@ -361,15 +374,26 @@ class ParameterGroup:
             if is_trainable:
                 self._watch(self.sharded[index], index)
 
+    def move_into(self, memory: torch.Tensor) -> None:
+        """Move what all-gathers send into other memory, of a pool that keeps its addresses."""
+        self.weights.move_into(self.plan, memory)
+        if not self.plan.shards_compute_weights:
+            self.point_full_to(self.weights.compute.local)
+        self._move_sharded()
+
+    def _move_sharded(self) -> None:
+        """Move the sharded parameters to where the main weights are now."""
+        shards = self.weights.main.local_shards()
+        for param, shard, shard_spec in zip(self.sharded, shards, self.shard_specs, strict=True):
+            self._move(param, shard, shard_spec)
+        self._pointers = self._find_pointers()
+        self.note_installed()
+
     def begin_training(self, plan: GroupPlan) -> None:
         """Allocate main weights, gradients and state of a frozen group; its compute weights stay where they are."""
         self.plan = plan
         if self.weights.make_main(plan):
-            shards = self.weights.main.local_shards()
-            for param, shard, shard_spec in zip(self.sharded, shards, self.shard_specs, strict=True):
-                self._move(param, shard, shard_spec)
-            self._pointers = self._find_pointers()
-            self.note_installed()
+            self._move_sharded()
         self.state_memory = self._make_state_memory()
         self.gradients = GradientBuffers(plan)
         self.gradients.grad_attribute = self.grad_attribute
@@ -405,12 +429,16 @@ class ParameterGroup:
             param.grad = None
             setattr(param, self.grad_attribute, None)
 
-    def change_precision(self, precision: ResolvedPrecision) -> None:
-        """Use another communication dtype from now on; the other dtypes must be the same."""
-        assert self.gradients is not None
-        reduction = self.plan.reduction.for_dtype(precision.grad_comm)
-        self.plan = replace(self.plan, precision=precision, reduction=reduction)
-        self.gradients.change_precision(self.plan)
+    def change_policy(self, policy: MixedPrecisionPolicy) -> None:
+        """Use the communication dtype of another policy from now on; the other dtypes must be the same."""
+        assert self.plan.sharding is not None
+        sharding = self.plan.sharding.with_policy(policy)
+        self.plan = replace(self.plan, sharding=sharding)
+        if self.gradients is not None:
+            precision = sharding.precision(self.plan.spec.key)
+            reduction = self.plan.reduction.for_dtype(precision.grad_comm)
+            self.plan = replace(self.plan, precision=precision, reduction=reduction)
+            self.gradients.change_precision(self.plan)
 
     def describe_shard(self, index: int, shard: torch.Tensor) -> DTensor:
         """Wrap the local shard of tensor `index` as a DTensor of its global shape; no communication, no copy."""
@@ -619,16 +647,16 @@ def _of_autograd(
     return UnevenDTensor.wrap(unite_gradients(sharded_grad, shard_spec.copy_groups, shard_spec.adds_up), shard_spec)
 
 
-def agree_on_amaxes(groups: Sequence[ParameterGroup]) -> None:
+def agree_on_amaxes(groups: Sequence[ParameterGroup], rank_meshes: Sequence[RankMesh]) -> None:
     """Measure the main weights of groups, all in a weight format, and agree on amaxes; collective.
 
-    One all-reduce per data-parallel axis of dense parameters, and of experts, whatever the number of groups.
+    One all-reduce per data-parallel axis of each rank mesh, whatever the number of groups.
 
     Raises:
         NonFiniteWeightError: A weight is NaN or infinite; on every rank of the parameter.
     """
-    for is_expert in (False, True):
-        chosen = [group for group in groups if group.plan.is_expert is is_expert]
+    for rank_mesh in rank_meshes:
+        chosen = [group for group in groups if group.plan.rank_mesh is rank_mesh]
         quantizers = [group.weights.quantizer for group in chosen if group.weights.quantizer is not None]
         measured = [quantizer.amaxes for quantizer in quantizers if quantizer.amaxes.numel()]
         if not measured:

@@ -62,11 +62,13 @@ class ScheduleConfig:
 class RecordedOrder:
     """The order of one kind of pass (forward or backward): recorded each time, predicted for the next time.
 
-    The first pass predicts nothing. A pass that leaves the recorded order predicts nothing more until it ends; its own
-    order is what the next pass is compared with.
+    A pass is predicted from the last one that began with the same unit: a part of the model may be called by itself
+    between whole passes. The first pass predicts nothing. A pass that leaves the recorded order predicts nothing more
+    until it ends; its own order is what the next pass is compared with.
     """
 
     def __init__(self) -> None:
+        self._recorded: dict[int, list[int]] = {}  # by the first unit
         self._expected: list[int] = []
         self._current: list[int] = []
         self._on_track = True
@@ -77,8 +79,9 @@ class RecordedOrder:
         self._on_track = True
 
     def end(self) -> None:
-        """End the pass; the units that it needed are expected in the next one."""
-        self._expected = self._current
+        """End the pass; the units that it needed are expected in the next one that begins alike."""
+        if self._current:
+            self._recorded[self._current[0]] = self._current
         self._current = []
 
     def note(self, unit: int) -> None:
@@ -86,8 +89,14 @@ class RecordedOrder:
         if self._current and self._current[-1] == unit:
             return
         position = len(self._current)
+        if not position:
+            self._expected = self._recorded.get(unit, [])
         self._on_track = self._on_track and position < len(self._expected) and self._expected[position] == unit
         self._current.append(unit)
+
+    def includes(self, unit: int) -> bool:
+        """Return True if the pass needed a unit already."""
+        return unit in self._current
 
     def upcoming(self, count: int) -> tuple[int, ...]:
         """Return the next `count` units, nearest first; empty once the pass has left the recorded order."""
@@ -240,6 +249,7 @@ class Scheduler:
     _backward_unit: int | None = field(init=False, default=None)  # its weights are in use by backward
     _unsettled: list[int] = field(init=False, default_factory=list)  # units whose backward began, in that order
     _weights_version: int = field(init=False, default=0)
+    _in_pass: bool = field(init=False, default=False)  # a forward pass, between forwards of several roots, too
     _in_backward: bool = field(init=False, default=False)
     _clock: int = field(init=False, default=0)
     _forward_order: RecordedOrder = field(init=False, default_factory=RecordedOrder)
@@ -259,8 +269,11 @@ class Scheduler:
             if self._backward_unit not in state.hosts:
                 self._backward_unit = None  # that unit is recomputed, too, before its backward computes
         else:
-            if not self._forward_stack:
+            # Where several modules have no unit above them, their forwards are one pass, until one is called again.
+            if not self._forward_stack and (not self._in_pass or self._forward_order.includes(unit)):
+                self._end_forward_pass()
                 self._forward_order.begin()
+                self._in_pass = True
             # Without the root, which calls every unit, and without the unit itself, whose module may call itself.
             state.hosts.update(host for host in self._forward_stack if host not in (ROOT_UNIT, unit))
         self._forward_stack.append(unit)
@@ -279,8 +292,6 @@ class Scheduler:
         state = self._units[unit]
         if not self._in_backward:
             state.open_forwards += needs_backward
-            if not self._forward_stack:
-                self._forward_order.end()
         elif self._backward_unit not in state.hosts:
             # A checkpointed forward ran without a graph, so it was not counted: this recomputation will have the
             # backward.
@@ -304,6 +315,7 @@ class Scheduler:
         operations: list[Operation] = []
         if not self._in_backward:
             self._in_backward = True
+            self._end_forward_pass()
             self._backward_order.begin()
         if unit != ROOT_UNIT:
             # See Note [Why a unit is reduced when the next one begins].
@@ -383,6 +395,7 @@ class Scheduler:
         """Reshard all units, since main weights are newer: each is unsharded again before its next use."""
         if self._forward_stack:
             raise ScheduleError("the weights were changed inside a forward; change them between forward passes")
+        self._end_forward_pass()
         self._weights_version += 1
         self._step_length.note_step()
         for state in self._units:
@@ -407,6 +420,7 @@ class Scheduler:
         self._unsettled.clear()
         self._in_backward = False
         self._forward_order, self._backward_order = RecordedOrder(), RecordedOrder()
+        self._in_pass = False
         self._step_length = StepLength()
         for state in self._units:
             state.in_backward, state.reduced = False, True
@@ -450,6 +464,11 @@ class Scheduler:
     def forward_depth(self, unit: int) -> int:
         """Return the number of the unit's running forwards, one inside another."""
         return self._forward_stack.count(unit)
+
+    def _end_forward_pass(self) -> None:
+        if self._in_pass:
+            self._forward_order.end()
+        self._in_pass = False
 
     # ---- decisions ----------------------------------------------------------------------------------------------
 

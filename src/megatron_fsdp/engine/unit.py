@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.streams import CommStream, Work
 from megatron_fsdp.dtensor.shard_spec import OwningUnit
@@ -17,14 +19,36 @@ from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import Block
 from megatron_fsdp.engine.memory_plan import outer_buffer_offsets, pack_bytes
 from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.schedule import SyncMode, SyncScope
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
-from megatron_fsdp.sharding.units import ParameterOwners
 
-_Swap = tuple[nn.Module, dict[str, Any], str, nn.Parameter, nn.Parameter, bool]
-"""A module, its dictionary, an attribute, the full and the sharded parameter for it, and whether it is set directly.
 
-Attribute access of modules searches several dictionaries, so a swap uses the module's own dictionary.
-"""
+class Owner(NamedTuple):
+    """A module that holds a parameter, and the attribute; the module is referred to weakly.
+
+    A module that is sharded in place owns its unit, so the unit must not own the module.
+    """
+
+    module: weakref.ref[nn.Module]
+    parameters: dict[str, nn.Parameter | None]  # the module's own dictionary; attribute access would search several
+    attribute: str
+    is_plain: bool  # whether it is set in the dictionary; else by the setter of the module's class
+
+    @classmethod
+    def of(cls, module: nn.Module, attribute: str) -> Owner:
+        """Return the owner at an attribute of a module."""
+        return cls(weakref.ref(module), module._parameters, attribute, _is_plain(module))
+
+    def set(self, param: nn.Parameter) -> None:
+        """Replace the parameter; no-op where the module was deleted."""
+        if self.is_plain:
+            self.parameters[self.attribute] = param
+        elif (module := self.module()) is not None:
+            set_parameter(module, self.attribute, param)
+
+
+_Swap = tuple[Owner, dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter, bool]
+"""An owner, its dictionary and attribute, the full and the sharded parameter for it, and whether it is set directly."""
 _version = attrgetter("_version")
 
 
@@ -36,20 +60,29 @@ class Unit:
         index: int,
         name: str,
         groups: Sequence[ParameterGroup],
-        owners: Sequence[Sequence[ParameterOwners]],
-        modules: Sequence[str] = (),
+        owners: Sequence[Sequence[Sequence[Owner]]],
+        modules: Mapping[str, nn.Module],
+        mode: SyncMode,
     ) -> None:
         self.index = index  # position in the plan; 0 is the root
         self.name = name  # fully qualified; empty for the root
-        # paths: one, or several small neighbours; none where it is a bucket of parameters
-        self.modules = tuple(modules)
+        # by path: one, or several small neighbours; none where it is a bucket of parameters
+        self.modules = {path: weakref.ref(module) for path, module in modules.items()}
+        self.mode = mode  # when its gradients are reduced
         self.groups = tuple(groups)  # none where the module owns no parameter of its own
-        self._owners = tuple(tuple(of_group) for of_group in owners)
-        self._swaps = _swaps(self.groups, self._owners, self.modules)
+        self._owners = tuple(tuple(map(tuple, of_group)) for of_group in owners)
+        self._swaps = _swaps(self.groups, self._owners, tuple(modules.values()))
+        shardings = [plan.sharding for plan in self.group_plans if plan.sharding is not None]
+        # A deterministic sum takes each microbatch on its own: none is added to another on a rank.
+        self._accumulates_shards = any(
+            each.placements.accumulates_shards or each.options.deterministic is not None for each in shardings
+        )
         self._gather_offsets, self.gathered_bytes = pack_bytes([group.plan.gathered_bytes for group in self.groups])
         self.plan_buckets()
-        # what all-gathers write
-        self.gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
+        self.find_gathered()
+        self.group_and_index = {id(param): (group, i) for group in self.groups for i, param in enumerate(group.sharded)}
+        self._engine: weakref.ref[Any] | None = None  # an `Engine`, whose module imports this one
+        self.state_dict_handles: list[RemovableHandle] = []  # of the hooks that describe its shards in state dicts
         self._block: Block | None = None
         self.is_unsharded = False  # the module tree holds the full parameters now
         self._swapped = set(range(len(self._swaps)))  # modules that may not hold the sharded parameters
@@ -64,9 +97,47 @@ class Unit:
         self._slotted_in = [[swap[3] for swap in swaps if id(swap[3]) in slotted] for swaps in self._swaps]
 
     @property
+    def engine(self) -> Any:
+        """The `Engine`; None until it is made, or after it was deleted."""
+        return None if self._engine is None else self._engine()
+
+    def connect(self, engine: object) -> None:
+        """Set the engine, which owns the unit from here on."""
+        self._engine = weakref.ref(engine)
+
+    def locate(self, index: int, paths: Sequence[str], path_of: Mapping[int, str]) -> None:
+        """Number the unit, and name it and its parameters by their paths from the root.
+
+        Args:
+            index: Its position among all units.
+            paths: The paths of its modules.
+            path_of: The path of every module, by id.
+        """
+        self.index, self.name = index, paths[0] if len(paths) == 1 else f"{paths[0]}..{paths[-1]}"
+        self.modules = dict(zip(paths, self.modules.values(), strict=True))
+        for group, of_group in zip(self.groups, self._owners, strict=True):
+            firsts = [min((path_of[id(owner.module())], owner.attribute) for owner in owners) for owners in of_group]
+            group.rename([f"{path}.{attribute}".lstrip(".") for path, attribute in firsts])
+
+    def owning_modules(self) -> list[nn.Module]:
+        """Return the modules that hold its parameters, each once."""
+        owners = chain.from_iterable(chain.from_iterable(self._owners))
+        found = {id(module): module for owner in owners if (module := owner.module()) is not None}
+        return list(found.values())
+
+    def find_gathered(self) -> None:
+        """Note the memory that all-gathers write, where that does not live in slots."""
+        self.gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
+
+    @property
     def group_plans(self) -> list[GroupPlan]:
         """The plan of each group."""
         return [group.plan for group in self.groups]
+
+    @property
+    def sync_scope(self) -> SyncScope:
+        """The sync scope of the running backward, or of the next one."""
+        return self.mode.sync_scope(self._accumulates_shards)
 
     @property
     def is_trainable(self) -> bool:
@@ -215,15 +286,14 @@ class Unit:
         self._swapped.update(chosen)
         # Written into the modules' own dictionaries: `nn.Module.__setattr__` takes most of the time of a swap.
         swaps = chain.from_iterable(self._swaps[inside] for inside in chosen)
-        for module, namespace, attribute, param, sharded, is_plain in swaps:
-            held = namespace["_parameters"]
+        for owner, held, attribute, param, sharded, is_plain in swaps:
             found = held.get(attribute)
             if found is not sharded and found is not param:
-                raise self._refusal_of(module, attribute)
+                raise self._refusal_of(owner)
             if is_plain:
                 held[attribute] = param
             else:
-                setattr(module, attribute, param)
+                owner.set(param)
 
     def check_untouched(self, module_index: int) -> None:
         """Raise if a module's forward wrote into its gathered weights: the change would be lost at the reshard.
@@ -233,7 +303,7 @@ class Unit:
         # `wait_for_unshard` has set the counters to 0, and all-gathers do not raise them: something else has written.
         if any(map(_version, self._slotted_in[module_index])):
             self._mark(0)
-            where = self.modules[module_index] if self.modules else self.label
+            where = list(self.modules)[module_index] if self.modules else self.label
             raise ScheduleError(
                 f"the forward of {where or self.label} modified its weights in place, and the change would be lost "
                 "when they are resharded; modify parameters between forwards instead"
@@ -243,38 +313,38 @@ class Unit:
         """Put the sharded parameters into the module tree."""
         self.is_unsharded = False
         while self._swapped:
-            for module, namespace, attribute, _, param, is_plain in self._swaps[self._swapped.pop()]:
+            for owner, held, attribute, _, param, is_plain in self._swaps[self._swapped.pop()]:
                 if is_plain:
-                    namespace["_parameters"][attribute] = param
+                    held[attribute] = param
                 else:
-                    setattr(module, attribute, param)
+                    owner.set(param)
 
     def show_copies(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
         """Put given parameters into the module tree, one per parameter of each group."""
         self._swapped.update(range(len(self._swaps)))
-        for group, params, owners in zip(self.groups, copies, self._owners, strict=True):
-            for sharded, param, of_param in zip(group.sharded, params, owners, strict=True):
-                # At every owner of a tied weight, or the module that was left out would compute with the sharded one.
-                for module, attribute in of_param:
-                    if module._parameters.get(attribute) is not sharded:
-                        raise self._refusal_of(module, attribute)
-                    set_parameter(module, attribute, param)
+        for group, params, of_group in zip(self.groups, copies, self._owners, strict=True):
+            for sharded, param, owners in zip(group.sharded, params, of_group, strict=True):
+                # Every owner of a tied weight, or the module that was left out would compute with the sharded one.
+                for owner in owners:
+                    if owner.parameters.get(owner.attribute) is not sharded:
+                        raise self._refusal_of(owner)
+                    owner.set(param)
 
-    def _refusal_of(self, module: nn.Module, attribute: str) -> ConfigurationError:
+    def _refusal_of(self, owner: Owner) -> ConfigurationError:
         return ConfigurationError(
-            f"{attribute} of a {type(module).__name__} in unit {self.label} is not the sharded parameter any more "
-            "(functional_call, or assigned, pruned or parametrized after sharding); sharded models use their own "
-            "weights, so change modules before fully_shard"
+            f"{owner.attribute} of a {type(owner.module()).__name__} in unit {self.label} is not the sharded parameter "
+            "any more (functional_call, or assigned, pruned or parametrized after sharding); sharded models use their "
+            "own weights, so change modules before fully_shard"
         )
 
     def has_parameters_in(self, modules: Collection[int]) -> bool:
         """Return True if a module, of those whose ids are given, holds a parameter of the unit."""
         owners = chain.from_iterable(chain.from_iterable(self._owners))
-        return any(id(module) in modules for module, _ in owners)
+        return any(id(owner.module()) in modules for owner in owners)
 
     def holds_copy(self, group_index: int, index: int, copy: nn.Parameter) -> bool:
-        """Return True if parameter `index` of a group is `copy` at every owner in the module tree."""
-        return all(module._parameters.get(name) is copy for module, name in self._owners[group_index][index])
+        """Return True if all owners of parameter `index` of a group hold `copy`."""
+        return all(owner.parameters.get(owner.attribute) is copy for owner in self._owners[group_index][index])
 
     @property
     def main_changed(self) -> bool:
@@ -319,15 +389,17 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _swaps(
-    groups: Sequence[ParameterGroup], owners: Sequence[Sequence[ParameterOwners]], modules: Sequence[str]
+    groups: Sequence[ParameterGroup], owners: Sequence[Sequence[Sequence[Owner]]], modules: Sequence[nn.Module]
 ) -> tuple[tuple[_Swap, ...], ...]:
     """Return the swaps inside each of a unit's modules; all together where it has one, or none."""
-    found: list[list[_Swap]] = [[] for _ in modules or ("",)]
+    found: list[list[_Swap]] = [[] for _ in modules or (None,)]
+    parts = [{id(part) for part in module.modules()} for module in modules] if len(modules) > 1 else []
     for group, of_group in zip(groups, owners, strict=True):
-        for name, full, sharded, at in zip(group.names, group.full, group.sharded, of_group, strict=True):
-            inside = next(i for i, path in enumerate(modules) if name.startswith(f"{path}.")) if len(found) > 1 else 0
-            for module, attribute in at:
-                found[inside].append((module, module.__dict__, attribute, full, sharded, _is_plain(module)))
+        for full, sharded, at in zip(group.full, group.sharded, of_group, strict=True):
+            for owner in at:
+                swap = (owner, owner.parameters, owner.attribute, full, sharded, owner.is_plain)
+                for index in [i for i, ids in enumerate(parts) if id(owner.module()) in ids] or (0,):
+                    found[index].append(swap)
     return tuple(map(tuple, found))
 
 
@@ -337,31 +409,34 @@ class StructureCheck:
     Modules around known ones (wrappers) and modules without trainable parameters may come and go.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
-        self._compiled: list[tuple[str, nn.Module, object]] = []
-        self._modules = tuple(module.named_modules())
-        self._known_modules = {id(part) for _, part in self._modules}
-        self._known_params = {
-            id(param) for unit in units for group in unit.groups for param in (*group.sharded, *group.full)
-        }
+    def __init__(self, roots: Mapping[str, nn.Module], units: Sequence[Unit]) -> None:
+        """Note what belongs to the modules of `roots`, by path."""
+        self._compiled: list[tuple[str, weakref.ref[nn.Module], object]] = []
+        modules = [(name, part) for path, root in roots.items() for name, part in root.named_modules(prefix=path)]
+        # weak, since a module that is sharded in place owns the engine
+        self._modules = tuple((name, weakref.ref(part), part._parameters) for name, part in modules)
+        self._known_modules = {id(part) for _, part in modules}
+        self._known_params = {id(param) for root in roots.values() for param in root.parameters()}
+        self._known_params.update(id(param) for unit in units for group in unit.groups for param in group.full)
 
     def note_compiled(self, label: str, unit_module: nn.Module) -> None:
         """Remember a unit's module that was compiled in place; `check` refuses that it is compiled again."""
-        self._compiled.append((label, unit_module, unit_module._compiled_call_impl))
+        self._compiled.append((label, weakref.ref(unit_module), unit_module._compiled_call_impl))
 
     def check(self) -> None:
         """Raise for the first module or parameter that is new, or unit that was compiled again."""
-        for label, unit_module, call in self._compiled:
-            if unit_module._compiled_call_impl is not call:
+        for label, reference, call in self._compiled:
+            if (compiled := reference()) is not None and compiled._compiled_call_impl is not call:
                 raise ConfigurationError(
                     f"unit {label} was compiled before and after the model was sharded; compile it once, before"
                 )
         known_modules, known_params = self._known_modules, self._known_params
-        for name, module in self._modules:
-            for attribute, child in module._modules.items():
+        for name, weakly, parameters in self._modules:
+            module = weakly()
+            for attribute, child in module._modules.items() if module is not None else ():
                 if child is not None and id(child) not in known_modules:
                     self._check_new(f"{name}.{attribute}".lstrip("."), child)
-            for attribute, param in module._parameters.items():
+            for attribute, param in parameters.items():
                 if param is not None and id(param) not in known_params and param.requires_grad:
                     raise _refusal(f"{name}.{attribute}".lstrip("."), "a parameter")
 

@@ -150,8 +150,9 @@ class ExtensionQuantizer(WrappingQuantizer):
         assert isinstance(plan.weight_format, ExtensionFormat)
         super().__init__(plan.weight_format, plan.layout, plan.device)
         self._dtype, self._extensions = plan.precision.compute, extensions
-        names = plan.mesh.mesh_dim_names
-        self._mesh = plan.mesh if names is None or plan.mesh.ndim == 1 else plan.mesh[names[-1]]
+        mesh = plan.rank_mesh.described_mesh
+        names = mesh.mesh_dim_names
+        self._mesh = mesh if names is None or mesh.ndim == 1 else mesh[names[-1]]
         blanks = [extension.blank_row(self._dtype, plan.device) for extension in extensions]
         encoded = [extension.encode(row, self._mesh) for extension, row in zip(extensions, blanks, strict=True)]
         self._metadata = [metadata for _, metadata in encoded]

@@ -192,7 +192,7 @@ def start_logging(engine: Engine, folder: str | os.PathLike[str], timeout_s: flo
     """Start the log of a model's latest events on this rank; see `MegatronFSDP.log_for_hangs`. Collective."""
     log = None
     try:
-        with all_agree("starting a log for hangs", engine.sharding.reaching_all):
+        with all_agree("starting a log for hangs", engine.reaching_all):
             if kept := _log_of(engine):
                 raise ConfigurationError(
                     f"this model keeps a log for hangs in {kept.folder} already; call stop_logging_for_hangs() first"
@@ -236,7 +236,7 @@ def _open_ring(folder: Path, engine: Engine) -> tuple[Ring, Writer]:
     """
     is_distributed = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if is_distributed else 0
-    group = engine.sharding.reaching_all[0]
+    group = engine.reaching_all[0]
     process = this_process()
     try:
         folder.mkdir(parents=True, exist_ok=True)

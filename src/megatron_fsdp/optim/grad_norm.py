@@ -27,7 +27,7 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
     Returns the norm before clipping, a float32 (float64 for float64 gradients) scalar, the same on every rank. Where
     `error_if_nonfinite` lets every rank raise, gradients are as they were.
     """
-    dense = engine.sharding.dense
+    dense = engine.rank_meshes[0]
     asked = compared_arguments(
         [*(axis.group for axis in dense.axes), dense.tensor_parallel_group],
         lambda: _check(engine, max_norm, norm_type),
@@ -107,7 +107,7 @@ def _local_shards(engine: Engine) -> dict[ProcessGroups, list[torch.Tensor]]:
         if group.gradients is None:
             continue
         for index, grad in enumerate(group.grads()):
-            found = shards.setdefault(shared_out_over(engine, group, index), [])
+            found = shards.setdefault(shared_out_over(group, index), [])
             if grad is not None:
                 found.append(local_of(grad))
     return shards

@@ -373,7 +373,7 @@ def _make_step(optimizer: Optimizer) -> Step:
 
 def _moves_state(optimizer: Optimizer) -> bool:
     """Return True if state of some parameters of an optimizer is offloaded."""
-    return any(engine_of(param).sharding.options.offload.optimizer_state for param in params_of(optimizer))
+    return any(engine_of(param).options.offload.optimizer_state for param in params_of(optimizer))
 
 
 def _guard(optimizer: Optimizer, made: ExchangingStep, hooks: _StepHooks) -> None:

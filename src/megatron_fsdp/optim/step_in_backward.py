@@ -141,7 +141,7 @@ class StepInBackward:
             met = RuntimeError(f"{type(error).__name__}: {error}; {LOAD}")
         elif problem := self._problem(optimizer):
             met = ConfigurationError(problem)
-        raise_together(met, "a step in backward", engine.sharding.reaching_all)
+        raise_together(met, "a step in backward", engine.reaching_all)
         for view in self._views:
             view.hand_over()
         self._step.leaves_out = frozenset(self.stepped)
@@ -250,7 +250,7 @@ def _hand_over_groups(engine: Engine, take: Take | None) -> GroupsOfBackward:
     for holds, reason in (
         (not offloaded, "main weights rest on the device"),
         (
-            not engine.mode.syncs,
+            not engine.syncs,
             "the next backward does not reduce gradients (no_sync or the like): enter it for the last one",
         ),
         (is_checked, "gradients are checked when backward ends (report_nan_in_param_grad and its kin)"),

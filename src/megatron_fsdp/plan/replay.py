@@ -191,6 +191,7 @@ class _Unit:
 
     def __init__(self, index: int, unit: PlannedUnit, wires: Wires, passing: _Passing) -> None:
         self.index, self.label, self._wires, self._passing = index, unit.name, wires, passing
+        self.sync_scope = SyncScope.EVERYWHERE  # set for each microbatch
         self.group_plans = groups = unit.groups
         trained = [group for group in groups if group.requires_grad]
         exchanged = [group for group in trained if group.exchanges_inner]
@@ -198,7 +199,9 @@ class _Unit:
         self.groups, self.gradients, self.sharded, self.reduces = (self,), self, (), bool(trained)
         self.exchanges_inner, self.reduces_outer = bool(exchanged), bool(outer)
         self._messages = {
-            (axis, is_gather): [(_sent_bytes(group, axis, is_gather=is_gather), group.is_expert) for group in groups]
+            (axis, is_gather): [
+                (_sent_bytes(group, axis, is_gather=is_gather), group.rank_mesh.is_expert) for group in groups
+            ]
             for axis in (INNER, OUTER)
             for is_gather in (False, True)
         }
@@ -388,6 +391,8 @@ class _Replay:
             unit.begin_step()
         for microbatch in range(self._setup.microbatches):
             self._mode = self._setup.mode(is_last=microbatch == self._setup.microbatches - 1)
+            for unit in self._units:
+                unit.sync_scope = self._mode.sync_scope(self._setup.strategy >= 2)
             for segment in self._profile.segments:
                 self._segment(segment)
         borrowed = step_bytes(self._model)
@@ -420,7 +425,7 @@ class _Replay:
         for owner in (self._owners[name] for name in segment.gradients):
             if not owner.is_filling:
                 self._scheduler.gradient_arrives(owner.index)
-                self._executor.begin_filling(cast(Any, owner), 0, self._reach)
+                self._executor.begin_filling(cast(Any, owner), 0)
         for name in segment.multiplied:
             owner = self._owners[name]
             if name in owner.transposable:
@@ -444,12 +449,8 @@ class _Replay:
         elif event is Event.BACKWARD_ENDS:
             self._run(scheduler.backward_ends())
 
-    @property
-    def _reach(self) -> SyncScope:
-        return self._mode.sync_scope(self._setup.strategy >= 2)
-
     def _run(self, operations: Iterable[Operation]) -> None:
-        self._executor.run(operations, self._reach)
+        self._executor.run(operations)
 
     def _finalise(self) -> None:
         """Sync gradients if this microbatch does, after the reductions in flight."""

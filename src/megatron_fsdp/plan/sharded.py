@@ -18,7 +18,7 @@ from torch import nn
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, looked_up, plan_groups
+from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, looked_up, plan_groups
 from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
 from megatron_fsdp.engine.weight_quantizer import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError
@@ -26,6 +26,7 @@ from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.muon import MuonWork, muon_matrices, muon_work
 from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, LocalShard, Setup
 from megatron_fsdp.sharding.mesh import RankMesh
+from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.wrap.wrap import plan_units
 
 UnitModules = Sequence[type[nn.Module] | str] | str | None
@@ -116,11 +117,20 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
     found = plan_units(module, fsdp_unit_modules, setup.memory, num_ranks, shapes_are_alike=is_flat)
     if next(module.parameters(), None) is None:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to plan")
-    sharding = Sharding(
-        EngineOptions(setup.strategy, setup.outer or ShardingStrategy.no_shard, setup.policy, offload=setup.offload),
-        _rank_mesh(setup, ranks.inner),
-        _rank_mesh(setup, ranks.inner // ranks.ep) if ranks.ep > 1 else None,
-        _META,
+    options = EngineOptions(
+        setup.strategy, setup.outer or ShardingStrategy.no_shard, setup.policy, offload=setup.offload
+    )
+    placements = placements_for(setup.strategy, options.outer_strategy if ranks.dp_outer > 1 else None)
+    dense, *experts = (
+        Sharding(options, rank_mesh, placements, _META, divisor=num_ranks)
+        for rank_mesh in (
+            _rank_mesh(setup, ranks.inner),
+            *([_rank_mesh(setup, ranks.inner // ranks.ep, is_expert=True)] if ranks.ep > 1 else []),
+        )
+    )
+    sharding = ModelSharding(
+        dense,
+        experts[0] if experts else None,
         encoded_parameters(module, setup.policy, setup.strategy, keeps_transposed=setup.keep_fp8_transpose_cache),
         looked_up(module),
     )
@@ -134,14 +144,14 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
     return PlannedModel(setup, units, found.source, memory, matrices)
 
 
-def _rank_mesh(setup: Setup, inner: int) -> RankMesh:
+def _rank_mesh(setup: Setup, inner: int, *, is_expert: bool = False) -> RankMesh:
     """Build the engine's axes without process groups; the last one has `inner` ranks."""
     position_outer, position_inner = divmod(setup.device_rank, setup.ranks.inner)
     places = {"dp_outer": (position_outer, setup.ranks.dp_outer)} if setup.ranks.dp_outer > 1 else {}
     places["dp_shard"] = (position_inner * inner // setup.ranks.inner, inner)
     axes = tuple(Axis(None, *place, sums_locally=setup.backend == "gloo") for place in places.values())
     nowhere: Any = None
-    return RankMesh(axes, tuple(places), None, None, nowhere)
+    return RankMesh(axes, tuple(places), None, None, nowhere, is_expert=is_expert)
 
 
 # ---- memory of a rank between steps ---------------------------------------------------------------------------------

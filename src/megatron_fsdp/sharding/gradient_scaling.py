@@ -46,7 +46,7 @@ class GradientReduction:
 
 
 def gradient_reduction(
-    dp_size: int,
+    dp_size: float,
     group_size: int,
     *,
     average_in_collective: bool,

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.agreement import Groups
 from megatron_fsdp.comm.axis import Axis, Traffic, real_values
+from megatron_fsdp.comm.groups import group_over
 from megatron_fsdp.comm.streams import default_device
 from megatron_fsdp.config.arguments import explains_fields
 from megatron_fsdp.config.strategy import ShardingStrategy
@@ -478,18 +479,19 @@ class FlatAxis:
     shares: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RankMesh:
-    """The ranks over which parameters of one kind (dense, or expert) are sharded."""
+    """The data-parallel ranks over which some parameters are sharded; two are equal only if they are one object."""
 
     axes: tuple[Axis, ...]  # data-parallel, outermost first; the last one is the sharding axis
     names: tuple[str, ...]  # of the axes in the mesh
-    group: dist.ProcessGroup | None  # all data-parallel ranks; None for a single one
+    group: dist.ProcessGroup | None  # all data-parallel ranks; None for a single one, or before `connect_all_ranks`
     tensor_parallel: DeviceMesh | None  # one-dimensional
     described_mesh: DeviceMesh  # of the sharded parameters' DTensors: the axes and, last, the tensor-parallel dimension
     # For experts, groups of ranks that hold other experts, one per further dimension of their mesh.
     foreign_groups: tuple[dist.ProcessGroup, ...] = field(default=())
     flat: FlatAxis | None = None  # all axes as one, where gradients are added rank by rank
+    is_expert: bool = False  # of a model's experts, beside the mesh of its dense parameters
 
     @property
     def num_ranks(self) -> int:
@@ -527,7 +529,45 @@ def make_rank_mesh(
         described_mesh=index.get_submesh(described, is_expert),
         foreign_groups=_foreign_groups(index) if is_expert else (),
         flat=_flat_axis(index, axes, group) if one_by_one else None,
+        is_expert=is_expert,
     )
+
+
+@real_values()
+def rank_mesh_of(mesh: DeviceMesh, traffic: dict[str, Traffic]) -> RankMesh:
+    """Build the rank mesh of a data-parallel mesh of one dimension, or of two: outer, then sharding. No communication.
+
+    `traffic` holds the counters of each dimension's name; added to.
+    """
+    names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
+    groups = [mesh.get_group(dim) if mesh.size(dim) > 1 else None for dim in range(mesh.ndim)]
+    axes = tuple(
+        Axis(group, 0 if group is None else dist.get_rank(group), mesh.size(dim), traffic.setdefault(name, Traffic()))
+        for dim, (name, group) in enumerate(zip(names, groups, strict=True))
+    )
+    return RankMesh(
+        axes=axes,
+        names=tuple(names),
+        group=groups[0] if mesh.ndim == 1 else None,
+        tensor_parallel=None,
+        described_mesh=mesh,
+    )
+
+
+def connect_all_ranks(rank_mesh: RankMesh) -> None:
+    """Make the group of all ranks of a mesh of two dimensions, which is destroyed with it. Collective over its ranks."""
+    if rank_mesh.group is None and rank_mesh.num_ranks > 1:
+        rank_mesh.group = group_over(rank_mesh.described_mesh, rank_mesh)
+
+
+def groups_reaching_all(meshes: Sequence[RankMesh]) -> tuple[dist.ProcessGroup | None, ...]:
+    """Return the groups of rank meshes that together reach all their ranks: none lies within another."""
+    found: list[dist.ProcessGroup] = []
+    for group in sorted((mesh.group for mesh in meshes if mesh.group is not None), key=dist.get_world_size)[::-1]:
+        ranks = set(dist.get_process_group_ranks(group))
+        if not any(ranks.issubset(dist.get_process_group_ranks(other)) for other in found):
+            found.append(group)
+    return tuple(found) or (None,)
 
 
 def _flat_axis(index: FSDPDistributedIndex, axes: Sequence[Axis], group: dist.ProcessGroup | None) -> FlatAxis | None:

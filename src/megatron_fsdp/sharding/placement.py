@@ -28,6 +28,22 @@ class Placements:
     main_grad: tuple[Placement, ...]  # what the optimizer sees, after the gradient sync
     main_weight: tuple[Placement, ...]  # what the optimizer updates, and its state
 
+    @property
+    def accumulates_shards(self) -> bool:
+        """True if gradients are reduced over the sharding axis by every backward."""
+        return self.accumulated_grad[-1] is Placement.SHARD
+
+    def of_frozen(self) -> Placements:
+        """Return the placements of frozen parameters: nothing is optimised, so main weights lie as compute weights."""
+        if self.compute_weight[-1] is not Placement.SHARD:
+            return self.of_scalars()
+        return Placements(self.compute_weight, self.accumulated_grad, self.compute_weight, self.compute_weight)
+
+    def of_scalars(self) -> Placements:
+        """Return the placements of parameters without dimensions, of which every rank holds all."""
+        whole, partial = (Placement.REPLICATE,) * len(self.main_weight), (Placement.PARTIAL,) * len(self.main_weight)
+        return Placements(whole, partial, whole, whole)
+
 
 _R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
 

@@ -7,7 +7,7 @@ unit and the root, since it is needed outside any one unit.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -428,7 +428,7 @@ class GroupKey:
 
     dtype: torch.dtype  # in the model
     requires_grad: bool  # whether they are trained
-    is_expert: bool
+    rank_mesh: Hashable = None  # the `RankMesh` that they are sharded over
     is_scalar: bool = False  # no dimension to shard, so that every rank holds them whole
     sums_in_fp32: bool = False  # gradients are accumulated in float32, whatever they travel in
     weight_format: WeightFormat | None = None  # that they are gathered in; None: their dtype

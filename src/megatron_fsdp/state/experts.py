@@ -29,7 +29,7 @@ def find_expert_names(units: Sequence[Unit], experts: RankMesh | None, mesh: Dev
     """
     if experts is None or mesh is None or not experts.foreign_groups:
         return ExpertNames()
-    mine = [group for unit in units for group in unit.groups if group.plan.is_expert]
+    mine = [group for unit in units for group in unit.groups if group.plan.rank_mesh is experts]
     places = [(group, index) for group in mine for index in range(len(group.shard_specs))]
     shapes = {group.names[index]: tuple(group.shard_specs[index].shape) for group, index in places}
     rank = 0

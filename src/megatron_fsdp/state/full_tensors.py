@@ -69,7 +69,7 @@ def shown_in_full(engine: Engine, module: nn.Module | None, writeback: bool, com
         ConfigurationError: Copies in another dtype cannot be written back; a copy was replaced, or ranks wrote
             different values (nothing is written back then).
     """
-    with all_agree("full_parameters_context", engine.sharding.reaching_all) as facts:
+    with all_agree("full_parameters_context", engine.reaching_all) as facts:
         inside = None if module is None else {id(part) for part in module.modules()}
         units = [unit for unit in engine.units if inside is None or unit.has_parameters_in(inside)]
         if not units:
@@ -92,7 +92,7 @@ def shown_in_full(engine: Engine, module: nn.Module | None, writeback: bool, com
         if writeback and not isinstance(error, GeneratorExit):
             # Tell the ranks that go on, which would wait otherwise.
             with suppress(MegatronFSDPError), engine.observers.during(Phase.AGREE, ROOT_UNIT):
-                raise_together(error, "full_parameters_context", engine.sharding.reaching_all)
+                raise_together(error, "full_parameters_context", engine.reaching_all)
         raise
     else:
         if writeback:
@@ -145,7 +145,7 @@ def _copies_of(group: ParameterGroup, compute_dtype: bool) -> list[nn.Parameter]
 
 def _take_in(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
     with engine.observers.during(Phase.AGREE, ROOT_UNIT):
-        with all_agree("writing back full parameters", engine.sharding.reaching_all):
+        with all_agree("writing back full parameters", engine.reaching_all):
             _check_copies(units, copies)
         _compare(engine, units, copies)
     with torch.no_grad():
@@ -176,7 +176,7 @@ def _compare(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
     """Raise if values differ between ranks, each of which would keep its own shard of them."""
     named: dict[dist.ProcessGroup, dict[str, torch.Tensor]] = {}
     for group, params in _of_groups(units, copies):
-        ranks = engine.sharding.rank_mesh(group.plan.is_expert).group
+        ranks = group.plan.rank_mesh.group
         if ranks is not None:
             parts = zip(group.names, (local_part(param.detach()) for param in params), strict=True)
             named.setdefault(ranks, {}).update((name, part) for name, part in parts if part.numel())

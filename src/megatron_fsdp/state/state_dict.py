@@ -20,7 +20,8 @@ from megatron_fsdp.dtensor.dispatch import local_operand
 from megatron_fsdp.dtensor.expert_names import described
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.engine import Engine, live_engine
+from megatron_fsdp.engine.engine import Engine, live_engine, live_unit
+from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 
@@ -83,48 +84,59 @@ def are_from_file(values: Iterable[object]) -> bool:
     )
 
 
-def register_state_dict_hooks(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
-    """Save sharded parameters in state dicts of the model and of its parts, whatever the modules hold now.
+def describe_in_state_dicts(unit: Unit, modules: Iterable[nn.Module]) -> None:
+    """Save the sharded parameters of a unit in state dicts of its modules and of their parts.
 
-    The hooks attach chunk functions to the shards, and convert names. Loads that replace parameters are refused. Of
-    whole tensors each rank loads its own elements; they have to be the same on every rank. Experts are saved as all
-    ranks together have them, and converted back when they are loaded: tensors that stack a rank's experts in every
-    state dict, names that count them in state dicts of the model.
+    The hooks attach chunk functions to the shards. Loads that replace parameters are refused. Of whole tensors each
+    rank loads its own elements; they have to be the same on every rank. Tensors that stack a rank's experts are saved
+    as all ranks together have them, and converted back when they are loaded.
+
+    Args:
+        unit: The unit; its engine may not be made yet.
+        modules: Its modules.
     """
+    reference = weakref.ref(unit)
+    for module in modules:
+        module.register_state_dict_pre_hook(partial(_before_state_dict, reference))
+    for owner in unit.owning_modules():
+        owner.register_load_state_dict_pre_hook(partial(_before_load, reference))
+        unit.state_dict_handles.append(owner.register_state_dict_post_hook(partial(_describe, reference)))
+
+
+def convert_expert_names(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
+    """Name the experts of all ranks in state dicts of a model, and those of this rank when one is loaded."""
+    if engine.expert_names.is_trivial:
+        return []
     reference = weakref.ref(engine)
-    owners = [owner for owner in module.modules() if owner._parameters]
-    before_load = partial(_before_load, reference)
-    module.register_state_dict_pre_hook(partial(_before_state_dict, reference))
-    for owner in owners:
-        owner.register_load_state_dict_pre_hook(before_load)
-    describe = partial(_describe, reference)
-    handles = [owner.register_state_dict_post_hook(describe) for owner in owners]
-    if not engine.expert_names.is_trivial:
-        handles.append(module.register_state_dict_post_hook(partial(_to_global_names, reference)))
-        handles.append(module.register_load_state_dict_pre_hook(partial(_to_local_names, reference)))
-    return handles
+    return [
+        module.register_state_dict_post_hook(partial(_to_global_names, reference)),
+        module.register_load_state_dict_pre_hook(partial(_to_local_names, reference)),
+    ]
 
 
 def _describe(
-    reference: weakref.ref[Engine], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
+    reference: weakref.ref[Unit], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
 ) -> None:
-    engine = live_engine(reference)
+    unit = live_unit(reference)
     for attribute, param in owner._parameters.items():
         value = state_dict.get(prefix + attribute)
-        if isinstance(value, DTensor) and id(param) in engine.group_and_index:
-            group, index = engine.group_and_index[id(param)]
-            state_dict[prefix + attribute] = described(engine.expert_names.as_saved(group.names[index], value))
+        if isinstance(value, DTensor) and id(param) in unit.group_and_index:
+            group, index = unit.group_and_index[id(param)]
+            if unit.engine is not None:
+                value = unit.engine.expert_names.as_saved(group.names[index], value)
+            state_dict[prefix + attribute] = described(value)
 
 
-def _before_state_dict(reference: weakref.ref[Engine], *_unused: Any) -> None:
-    engine = live_engine(reference)
-    engine.refuse_open_pass("a state dict was taken")
-    if not engine.scheduler.in_forward and not engine.full_units:
-        engine.to_sharded()
+def _before_state_dict(reference: weakref.ref[Unit], *_unused: Any) -> None:
+    engine = live_unit(reference).engine
+    if engine is not None:
+        engine.refuse_open_pass("a state dict was taken")
+        if not engine.scheduler.in_forward and not engine.full_units:
+            engine.to_sharded()
 
 
 def _before_load(
-    reference: weakref.ref[Engine],
+    reference: weakref.ref[Unit],
     owner: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
@@ -136,15 +148,17 @@ def _before_load(
             f"load_state_dict(assign=True) would replace the sharded parameters of {prefix or type(owner).__name__}, "
             "which are views of flat buffers; load with assign=False, which copies"
         )
-    engine = live_engine(reference)
-    engine.refuse_open_pass("a state dict was loaded")
+    unit = live_unit(reference)
+    if unit.engine is not None:
+        unit.engine.refuse_open_pass("a state dict was loaded")
     for attribute, param in owner._parameters.items():
-        if prefix + attribute in state_dict and id(param) in engine.group_and_index:
-            group, index = engine.group_and_index[id(param)]
+        if prefix + attribute in state_dict and id(param) in unit.group_and_index:
+            group, index = unit.group_and_index[id(param)]
             value = state_dict[prefix + attribute]
             if is_cut_by_torch(value):  # into even shards, as FSDP2's are
                 value = value.full_tensor()
-            value = engine.expert_names.as_held(group.names[index], value)
+            if unit.engine is not None:
+                value = unit.engine.expert_names.as_held(group.names[index], value)
             state_dict[prefix + attribute] = own_shard(value, group.shard_specs[index])
 
 
@@ -205,7 +219,7 @@ def load_shards(
     """
     are_cut = any(map(_is_of_torch, state_dict.values()))
     engine.refuse_open_pass("a state dict was loaded")
-    with all_agree("load_state_dict", engine.sharding.reaching_all if are_cut else (None,)):
+    with all_agree("load_state_dict", engine.reaching_all if are_cut else (None,)):
         if assign:
             raise ConfigurationError(
                 "load_state_dict(assign=True) would replace the sharded parameters of the model, which are views "
@@ -224,7 +238,7 @@ def refuse_load(engine: Engine, problem: str | None, is_from_file: bool) -> None
     Raises:
         CheckpointError: There is a problem here, or, with `is_from_file`, on any rank.
     """
-    groups = engine.sharding.reaching_all if is_from_file else (None,)
+    groups = engine.reaching_all if is_from_file else (None,)
     found = None if problem is None else (CheckpointError, problem)
     ask([(group, found) for group in groups], first_problem)
 

@@ -96,7 +96,7 @@ def _statistics(engine: Engine, locals_of: Locals) -> ModelStatistics:
     with engine.observers.during(Phase.WHOLE, ROOT_UNIT):
         for group in engine.groups():
             for index, local in enumerate(locals_of(group)):
-                ranks = shared_out_over(engine, group, index)
+                ranks = shared_out_over(group, index)
                 rows.setdefault(ranks, []).append(_row(local, group.plan.device))
                 names.setdefault(ranks, []).append(None if local is None else group.names[index])
         for ranks, own in rows.items():
@@ -182,7 +182,7 @@ def _digests(engine: Engine, locals_of: Locals) -> dict[str, str]:
         for position, unit in enumerate(engine.units):
             for group in unit.groups:
                 for index, local in enumerate(locals_of(group)):
-                    over = shared_out_over(engine, group, index)
+                    over = shared_out_over(group, index)
                     found = sums.setdefault(over, torch.zeros_like(sums[()]))
                     if local is not None:
                         start, _ = group.plan.layout.range_in(index, group.plan.main_region)
@@ -199,7 +199,7 @@ def in_hex(value: int) -> str:
     return f"{value & (1 << 64) - 1:016x}"
 
 
-def shared_out_over(engine: Engine, group: ParameterGroup, index: int) -> ProcessGroups:
+def shared_out_over(group: ParameterGroup, index: int) -> ProcessGroups:
     """Return the process groups over which a main weight, or its gradient after the sync, has to be reduced.
 
     Along each the ranks hold different shards; all other ranks hold copies. The same on every rank. For experts the
@@ -214,8 +214,7 @@ def shared_out_over(engine: Engine, group: ParameterGroup, index: int) -> Proces
     part = plan.parts[index]
     if part is not None and part.is_cut:
         over.append(part.mesh.get_group())
-    if plan.is_expert:
-        over += engine.sharding.rank_mesh(True).foreign_groups
+    over += plan.rank_mesh.foreign_groups
     return tuple(over)
 
 

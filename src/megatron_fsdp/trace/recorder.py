@@ -100,7 +100,7 @@ class Recorder(Observer):
         if self._steps:
             raise TraceError("this recording was started before; make another Recorder")
         if self._align:
-            groups = self._engine.sharding.reaching_all
+            groups = self._engine.reaching_all
             names, peers = zip(*gather_over(groups, (uuid.uuid4().hex, dist.get_rank())), strict=True)
             # All ranks take the same one of their names.
             self._recording, self._peers = min(names), tuple(sorted(set(peers)))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import count
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,39 +14,35 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from megatron_fsdp.comm.agreement import all_agree, raise_together, rank_of
-from megatron_fsdp.comm.axis import Traffic, backend_of, broadcast, has_values, is_simulated
+from megatron_fsdp.comm.agreement import all_agree, rank_of
+from megatron_fsdp.comm.axis import Traffic, broadcast, has_values
 from megatron_fsdp.comm.fingerprint import differing_tensors
-from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY, EngineOptions, MemoryOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import FOLDER_VARIABLE, resolve_hang_log
-from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.engine.delayed_linear import delayed_weight_gradients
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.executor import Executor
-from megatron_fsdp.engine.gradient_checks import FiniteCheck, GradientCheck, LargeGradientCheck, ReplicaCheck
-from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_part, looked_up, part_of, plan_groups
-from megatron_fsdp.engine.hooks import register_hooks
-from megatron_fsdp.engine.memory import CommunicationPool
-from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
-from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.engine.schedule import ScheduleConfig, Scheduler, SyncMode
-from megatron_fsdp.engine.unit import StructureCheck, Unit
-from megatron_fsdp.engine.weight_quantizer import WeightQuantizer, encoded_parameters
+from megatron_fsdp.engine.group_plan import (
+    GroupPlan,
+    ModelSharding,
+    Sharding,
+    local_part,
+    looked_up,
+    part_of,
+    plan_groups,
+)
+from megatron_fsdp.engine.schedule import SyncMode
+from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.engine.weight_quantizer import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError, has_control_characters, warn_caller
-from megatron_fsdp.formats.fp8_linear import Fp8Quantizer, emulation_note
 from megatron_fsdp.formats.tensor_extensions import (
-    ExtensionQuantizer,
     TensorExtension,
     extension_format,
     find_tensor_extensions,
-    tensor_extension_of,
 )
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, make_rank_mesh
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import (
-    ParameterOwners,
     UnitPlan,
     find_units,
     merge_small_units,
@@ -58,7 +52,6 @@ from megatron_fsdp.sharding.units import (
 )
 from megatron_fsdp.sharding.weight_formats import WeightFormat
 from megatron_fsdp.state.experts import find_expert_names
-from megatron_fsdp.state.state_dict import register_state_dict_hooks
 from megatron_fsdp.wrap.meta_init import (
     check_can_initialise,
     draw_blueprint,
@@ -67,28 +60,19 @@ from megatron_fsdp.wrap.meta_init import (
     same_random_numbers,
 )
 from megatron_fsdp.wrap.optimizer_checks import ReplacedParameters
+from megatron_fsdp.wrap.shard_unit import DOING, KnownSpecs, ModuleEvents, Ranks, finish, shard_unit
 
 
-class Grouping(ABC):
-    """The rule by which parameters are grouped into units, and the source of the engine's events."""
-
-    engine_type: ClassVar[type[Engine]] = Engine
+class Grouping(ModuleEvents, ABC):
+    """The rule by which the parameters of a model are grouped into units, and the source of the engine's events."""
 
     @abstractmethod
-    def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
+    def plan(self, module: nn.Module, sharding: ModelSharding) -> UnitPlan:
         """Return the units of a model, the root first; raise if it cannot be grouped so; the model is only read."""
 
     def cut_numel(self, num_ranks: int) -> int | None:  # noqa: ARG002
         """Return the elements at which the root's parameters are cut into groups; None: never."""
         return None
-
-    def make_scheduler(self, config: ScheduleConfig, units: Sequence[Unit]) -> Scheduler:  # noqa: ARG002
-        """Make the scheduler of sharded units."""
-        return Scheduler(config)
-
-    def connect(self, engine: Engine, root: nn.Module) -> None:
-        """Register the hooks on the model and its modules."""
-        register_hooks(engine, root)
 
 
 @dataclass(frozen=True)
@@ -98,10 +82,11 @@ class UnitGrouping(Grouping):
     unit_modules: Sequence[type[nn.Module] | str] | str | None
     memory: MemoryOptions
 
-    def plan(self, module: nn.Module, sharding: Sharding) -> UnitPlan:
+    def plan(self, module: nn.Module, sharding: ModelSharding) -> UnitPlan:
         """Find the units; split them for fine-grained all-gathers, or merge small neighbours."""
-        alike = sharding.experts is None and sharding.dense.tensor_parallel is None
-        return plan_units(module, self.unit_modules, self.memory, sharding.dense.num_ranks, shapes_are_alike=alike)
+        dense = sharding.dense.rank_mesh
+        alike = sharding.experts is None and dense.tensor_parallel is None
+        return plan_units(module, self.unit_modules, self.memory, dense.num_ranks, shapes_are_alike=alike)
 
     def cut_numel(self, num_ranks: int) -> int | None:
         """Return the elements at which the root's parameters are cut into groups; None: never."""
@@ -145,7 +130,7 @@ def assemble(
     device: torch.device,
     mode: SyncMode,
 ) -> Engine:
-    """Shard a model in place; raise if it, or the combination of options, cannot be sharded."""
+    """Shard a model in place; raise if it, or the combination of options, cannot be sharded. Collective."""
     options.check_capture()
     replaced = ReplacedParameters(module)
     with delayed_weight_gradients(module) if options.delay_wgrad_compute else nullcontext() as delayed:
@@ -159,105 +144,58 @@ def assemble(
         own_groups = None
         if options.own_groups:
             sharding, own_groups = sharding.over_own_groups()
-        with all_agree(_DOING, sharding.reaching_all):  # memory may run out on one rank
-            planned = plan_groups(module, plan, sharding, grouping.cut_numel(sharding.dense.num_ranks))
-            memory_plan = plan_memory(options.memory, options.reduces_early, planned)
-            user_buffers = _user_buffers(memory_plan, sharding)
-            pool = CommunicationPool(device, memory_plan.pool, None if user_buffers is None else user_buffers.allocate)
-            units = _build_units(module, plan, sharding, planned, pool)
-            _warn_of_dtypes(units, sharding)
-            engine = grouping.engine_type(
-                units=units,
-                unit_plan=plan,
-                memory_plan=memory_plan,
-                scheduler=grouping.make_scheduler(memory_plan.schedule, units),
-                executor=Executor(units, device, memory_plan, pool),
-                mode=mode,
-                sharding=sharding,
-                structure=StructureCheck(module, units),
+        with all_agree(DOING, sharding.reaching_all):  # memory may run out on one rank
+            planned = plan_groups(module, plan, sharding, grouping.cut_numel(sharding.dense.rank_mesh.num_ranks))
+            units = _shard(module, plan, planned, sharding, mode)
+            experts = None if sharding.experts is None else sharding.experts.rank_mesh
+            return finish(
+                units,
+                plan,
+                {"": module},
+                Ranks(
+                    device=device,
+                    meshes=sharding.rank_meshes,
+                    reaching_all=sharding.reaching_all,
+                    own_groups=own_groups,
+                ),
+                options,
                 check_optimizer=replaced.check,
-                expert_names=find_expert_names(units, sharding.experts, dist_index.expt_device_mesh),
+                events=grouping,
+                expert_names=find_expert_names(units, experts, dist_index.expt_device_mesh),
                 delayed=delayed,
-                gradient_checks=_gradient_checks(units, sharding),
-                own_groups=own_groups,
-                user_buffers=user_buffers,
-                format_note=emulation_note((group for unit in units for group in unit.groups), device),
-                no_capture_reason=_no_capture_reason(sharding) if options.megatron_fsdp_cuda_graph_mode else "",
             )
-            if engine.no_capture_reason:
-                warn_caller(engine.notes[-1], is_first=sharding.is_first)
-            if user_buffers is not None:
-                if options.memory.user_buffers is not None and not options.memory.user_buffers.manual:
-                    user_buffers.register()
-                if user_buffers.unsupported_reason:
-                    warn_caller(user_buffers.note, is_first=sharding.is_first)
-            grouping.connect(engine, module)
-            engine.state_dict_handles = register_state_dict_hooks(engine, module)
-            return engine
 
 
-def _user_buffers(plan: MemoryPlan, sharding: Sharding) -> UserBuffers | None:
-    """Prepare the registration of communication memory, if asked for; ranks agree on the offsets of blocks."""
-    asked = sharding.options.memory.user_buffers
-    if asked is None or plan.pool is None:
-        return None
-    blocks = (f"a {block.use.value} of {block.num_bytes} bytes at {block.offset}" for block in plan.pool.blocks)
-    facts = {f"block {number} of communication memory": block for number, block in enumerate(blocks)}
-    raise_together(None, _DOING, sharding.reaching_all, facts)
-    axes = (*sharding.dense.axes, *(sharding.experts.axes if sharding.experts is not None else ()))
-    return UserBuffers(axes, sharding.reaching_all, sharding.device, asked.symmetric)
+def _shard(
+    module: nn.Module,
+    plan: UnitPlan,
+    planned: Sequence[Sequence[GroupPlan]],
+    sharding: ModelSharding,
+    mode: SyncMode,
+) -> tuple[Unit, ...]:
+    """Shard a model in place, unit by unit, so that at most one unit exists twice.
+
+    What was on the meta device and cannot be initialised is an error on every rank alike.
+    """
+    leaves_empty = sharding.options.init_model_with_meta_device == ALLOCATE_ONLY
+    blueprint = None if leaves_empty or not any(map(has_meta, module.modules())) else draw_blueprint(module)
+    originals, owners, known = dict(module.named_parameters()), parameter_owners(module), KnownSpecs()
+    units = []
+    for index, (spec, of_unit) in enumerate(zip(plan.units, planned, strict=True)):
+        modules = {path: module.get_submodule(path) for path in spec.modules}
+        units.append(shard_unit(spec.name, modules, of_unit, originals, owners, mode, known, index))
+        if index:  # the root is whole wherever a forward can read its weights
+            units[-1].set_error_owner(plan.remedy(spec))
+    if blueprint is not None:
+        dense = sharding.dense.rank_mesh
+        inner_first = [axis.group for axis in reversed(dense.axes)]
+        ranks = [group for group in (*inner_first, dense.tensor_parallel_group) if group is not None]
+        with all_agree(DOING, sharding.reaching_all), same_random_numbers(ranks, sharding.device):
+            materialise(module, blueprint, units, sharding.device)
+    return tuple(units)
 
 
-def _no_capture_reason(sharding: Sharding) -> str:
-    """Return the reason why no step of a model can be captured into a CUDA graph; empty if one can."""
-    if sharding.device.type != "cuda":
-        return f"the model is on {sharding.device.type}"
-    if sharding.experts is not None and sharding.experts.foreign_groups:
-        return "ranks with different experts agree in every step, on the host, on which were used"
-    rank_meshes = (sharding.dense, sharding.experts)
-    groups = [axis.group for rank_mesh in rank_meshes if rank_mesh is not None for axis in rank_mesh.axes]
-    waiting = {backend_of(group) for group in groups if group is not None and not is_simulated(group)} - {"nccl"}
-    return f"ranks communicate by {', '.join(sorted(waiting))}, which waits on the host" if waiting else ""
-
-
-def _gradient_checks(units: Sequence[Unit], sharding: Sharding) -> list[GradientCheck]:
-    """Make the gradient checks that were asked for, and that of replicas on tensor-parallel ranks. Collective."""
-    options = sharding.options
-    labels = {
-        name: unit.label.strip("()")  # messages put it in parentheses
-        for unit in units
-        for group in unit.groups  # frozen ones too, which may be unfrozen
-        for name in group.names
-    }
-    asked = {FiniteCheck: options.report_nan_in_param_grad, LargeGradientCheck: options.check_for_large_grads}
-    checks: list[GradientCheck] = [
-        kind(labels, sharding.reaching_all, sharding.device) for kind, is_asked in asked.items() if is_asked
-    ]
-    if sharding.dense.tensor_parallel_group is not None:
-        checks.append(_replica_check(units, sharding, sharding.dense.tensor_parallel_group))
-    return checks
-
-
-def _replica_check(units: Sequence[Unit], sharding: Sharding, group: dist.ProcessGroup) -> ReplicaCheck:
-    """Make the check of parameters that tensor-parallel ranks hold whole; ranks have other experts, left out."""
-    whole = {
-        name: (part, param)
-        for unit in units
-        for found in unit.groups
-        for name, part, param in zip(found.names, found.plan.parts, found.full, strict=True)
-        if part is not None and not part.is_cut and not found.plan.is_expert
-    }
-    summed_later = ("sequence_parallel", "average_gradients_across_tp_domain")  # Megatron's marks, after backward
-    dtypes = {
-        name: param.dtype
-        for name, (part, param) in whole.items()
-        if part.is_dtensor or not any(getattr(param, mark, False) for mark in summed_later)
-    }
-    warns = [name for name, (part, _) in whole.items() if not part.is_dtensor]
-    return ReplicaCheck(dtypes, group, [sharding.dense.group], sharding.device, warns)
-
-
-def _sharding(options: EngineOptions, dist_index: FSDPDistributedIndex, device: torch.device) -> Sharding:
+def _sharding(options: EngineOptions, dist_index: FSDPDistributedIndex, device: torch.device) -> ModelSharding:
     traffic = {name: Traffic() for name in (dist_index.dp_outer_dim, dist_index.dp_shard_dim) if name is not None}
     has_outer = dist_index.dp_outer_dim is not None
     if not has_outer and options.outer_strategy is not ShardingStrategy.no_shard:
@@ -267,29 +205,27 @@ def _sharding(options: EngineOptions, dist_index: FSDPDistributedIndex, device: 
         )
     one_by_one = options.deterministic is not None
     sums_locally = options.reduce_scatter_with_fp32_accumulation or one_by_one
-    placements_for(options.strategy, options.outer_strategy if has_outer else None)  # refuses impossible combinations
-    return Sharding(
-        options,
-        make_rank_mesh(dist_index, traffic, sums_locally=sums_locally, one_by_one=one_by_one),
-        make_rank_mesh(dist_index, traffic, is_expert=True, sums_locally=sums_locally)
-        if dist_index.expt_device_mesh is not None
-        else None,
-        device,
-    )
+    placements = placements_for(options.strategy, options.outer_strategy if has_outer else None)
+    dense = make_rank_mesh(dist_index, traffic, sums_locally=sums_locally, one_by_one=one_by_one)
+    experts = None
+    if dist_index.expt_device_mesh is not None:
+        rank_mesh = make_rank_mesh(dist_index, traffic, is_expert=True, sums_locally=sums_locally)
+        experts = Sharding(options, rank_mesh, placements, device, divisor=dense.num_ranks)
+    return ModelSharding(Sharding(options, dense, placements, device, divisor=dense.num_ranks), experts)
 
 
 def _plan_together(
-    module: nn.Module, grouping: Grouping, sharding: Sharding, mode: SyncMode
+    module: nn.Module, grouping: Grouping, sharding: ModelSharding, mode: SyncMode
 ) -> tuple[UnitPlan, dict[str, WeightFormat]]:
     """Check the model, find its units and weight formats; every rank gets the same answer or the same error."""
     options = sharding.options
-    with all_agree(_DOING, sharding.reaching_all) as facts:
+    with all_agree(DOING, sharding.reaching_all) as facts:
         keeps_log = resolve_hang_log() is not None
         _check_options(sharding)
         check_module(module, options.init_model_with_meta_device)
         params = dict(module.named_parameters())
         for name, param in params.items():
-            part_of(name, param, sharding.rank_mesh(sharding.is_expert(name, param)).tensor_parallel)
+            part_of(name, param, sharding.of(name, param).rank_mesh.tensor_parallel)
         sharding.check_patterns([name for name, param in params.items() if param.requires_grad])
         formats = encoded_parameters(
             module, options.policy, options.strategy, keeps_transposed=options.keep_fp8_transpose_cache
@@ -307,16 +243,16 @@ def _plan_together(
     return plan, {**formats, **_extension_formats(extensions, params, sharding)}
 
 
-def _check_extensions(extensions: Mapping[str, TensorExtension], sharding: Sharding) -> None:
+def _check_extensions(extensions: Mapping[str, TensorExtension], sharding: ModelSharding) -> None:
     """Raise if tensor extensions are not sharded at whole rows, or not all-gathered."""
     if not extensions:
         return
     options, reason = sharding.options, None
     if options.strategy is not ShardingStrategy.optim_grads_params:
         reason = f"with strategy {options.strategy.name}, which gathers none; use zero_dp_strategy 3"
-    elif sharding.dense.tensor_parallel is not None or sharding.experts is not None:
+    elif sharding.dense.rank_mesh.tensor_parallel is not None or sharding.experts is not None:
         reason = "beside tensor or expert parallelism, whose ranks would have to agree on its scales, too"
-    elif len(sharding.dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard:
+    elif len(sharding.dense.rank_mesh.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard:
         reason = "with main weights that outer ranks share out; use outer_dp_sharding_strategy 0"
     elif options.offload.main_weights or options.offload.compute_weights:
         reason = "with offloaded weights; leave offload out"
@@ -329,22 +265,23 @@ def _check_extensions(extensions: Mapping[str, TensorExtension], sharding: Shard
 
 
 def _extension_formats(
-    extensions: Mapping[str, TensorExtension], params: Mapping[str, nn.Parameter], sharding: Sharding
+    extensions: Mapping[str, TensorExtension], params: Mapping[str, nn.Parameter], sharding: ModelSharding
 ) -> dict[str, WeightFormat]:
     """Find the format of each tensor extension by encoding a row; the same answer or error on every rank."""
     formats: dict[str, WeightFormat] = {}
     if extensions:
-        with all_agree(_DOING, sharding.reaching_all):
-            mesh = sharding.dense.described_mesh[(sharding.dense.names[-1],)]
+        with all_agree(DOING, sharding.reaching_all):
+            dense = sharding.dense.rank_mesh
+            mesh = dense.described_mesh[(dense.names[-1],)]
             formats.update(
                 (name, extension_format(extension, params[name], mesh)) for name, extension in extensions.items()
             )
     return formats
 
 
-def _check_options(sharding: Sharding) -> None:
+def _check_options(sharding: ModelSharding) -> None:
     """Raise if options contradict each other, or cannot hold on these ranks."""
-    options, dense = sharding.options, sharding.dense
+    options, dense = sharding.options, sharding.dense.rank_mesh
     is_tensor_parallel = dense.tensor_parallel is not None and dense.tensor_parallel.size() > 1
     shares_outer = len(dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard
     deterministic = options.deterministic
@@ -371,7 +308,7 @@ def _check_options(sharding: Sharding) -> None:
         )
 
 
-def _warn_of_missing_experts(module: nn.Module, sharding: Sharding) -> None:
+def _warn_of_missing_experts(module: nn.Module, sharding: ModelSharding) -> None:
     if sharding.experts is not None and not any(sharding.is_expert(*named) for named in module.named_parameters()):
         warn_caller(
             "expt_device_mesh was given, and no parameter is an expert's: none has '.experts.' in its name or carries "
@@ -380,29 +317,7 @@ def _warn_of_missing_experts(module: nn.Module, sharding: Sharding) -> None:
         )
 
 
-def _warn_of_dtypes(units: Sequence[Unit], sharding: Sharding) -> None:
-    trained = [group for unit in units for group in unit.groups if group.gradients is not None]
-    narrowed = [group for group in trained if group.plan.precision.narrows]
-    if narrowed:
-        precision = narrowed[0].plan.precision
-        warn_caller(
-            f"{len(narrowed)} parameter groups compute in {precision.compute} and are optimised in "
-            f"{precision.main_params}, which is narrower (first: {narrowed[0].names[0]}); set "
-            "MixedPrecisionPolicy(main_params_dtype=None) to optimise them as they are",
-            is_first=sharding.is_first,
-        )
-    if sharding.options.reduce_scatter_with_fp32_accumulation and sharding.dense.num_ranks > 1:
-        travelling = {group.plan.precision.grad_comm for group in trained}
-        if travelling and all(dtype.itemsize > 2 for dtype in travelling):
-            warn_caller(
-                f"{_FP32_SUMS}=True changes no sum here, since gradients travel in "
-                f"{', '.join(sorted(map(str, travelling)))} and are added in it; set grad_comm_dtype=torch.bfloat16 to "
-                "halve what is sent, or leave the switch out",
-                is_first=sharding.is_first,
-            )
-
-
-def _facts(module: nn.Module, plan: UnitPlan, sharding: Sharding) -> dict[str, str]:
+def _facts(module: nn.Module, plan: UnitPlan, sharding: ModelSharding) -> dict[str, str]:
     """List the facts that every data-parallel rank must have in common; experts may differ between ranks."""
     memory = {f"{name} (of memory)": value for name, value in vars(sharding.options.memory).items()}
     options = {**vars(sharding.options), **memory}
@@ -435,68 +350,6 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
                 continue
             if buffer.device != device or buffer.is_inference():
                 owner._buffers[name] = buffer.to(device, copy=True)
-
-
-def _build_units(
-    module: nn.Module,
-    plan: UnitPlan,
-    sharding: Sharding,
-    planned: Sequence[Sequence[GroupPlan]],
-    pool: CommunicationPool,
-) -> tuple[Unit, ...]:
-    """Shard a model in place, unit by unit, so that at most one unit exists twice.
-
-    What was on the meta device and cannot be initialised is an error on every rank alike.
-    """
-    leaves_empty = sharding.options.init_model_with_meta_device == ALLOCATE_ONLY
-    blueprint = None if leaves_empty or not any(map(has_meta, module.modules())) else draw_blueprint(module)
-    units = tuple(_shard(plan, planned, pool, dict(module.named_parameters()), parameter_owners(module)))
-    if blueprint is not None:
-        inner_first = [axis.group for axis in reversed(sharding.dense.axes)]
-        ranks = [group for group in (*inner_first, sharding.dense.tensor_parallel_group) if group is not None]
-        with all_agree(_DOING, sharding.reaching_all), same_random_numbers(ranks, sharding.device):
-            materialise(module, blueprint, units, sharding.device)
-    return units
-
-
-def _shard(
-    plan: UnitPlan,
-    planned: Sequence[Sequence[GroupPlan]],
-    pool: CommunicationPool,
-    originals: dict[str, nn.Parameter],
-    owners: dict[int, ParameterOwners],
-) -> Iterator[Unit]:
-    number = count()
-    known: dict[int, tuple[ShardSpec, ...]] = {}  # groups with one layout are cut alike
-    for unit_index, (spec, of_unit) in enumerate(zip(plan.units, planned, strict=True)):
-        groups = []
-        group_owners = []
-        for group in of_unit:
-            shard_specs = tuple(shard_spec.for_another() for shard_spec in known.get(id(group.layout), ()))
-            if not shard_specs:
-                shard_specs = known[id(group.layout)] = tuple(map(group.shard_spec, range(len(group.spec.parameters))))
-            params = [originals.pop(info.name) for info in group.spec.parameters]
-            group_owners.append([owners.pop(id(param)) for param in params])
-            memory = pool.shard(next(number), group.shard_bytes // group.sent_dtype.itemsize, group.sent_dtype)
-            quantizer = _quantizer(group, params, [places[0][0] for places in group_owners[-1]])
-            groups.append(ParameterGroup(group, params, shard_specs, memory, quantizer))
-            del params
-        unit = Unit(unit_index, spec.name, groups, group_owners, spec.modules)
-        unit.to_sharded()
-        if unit_index:  # the root is whole wherever a forward can read its weights
-            unit.set_error_owner(plan.remedy(spec))
-        yield unit
-
-
-def _quantizer(plan: GroupPlan, params: Sequence[nn.Parameter], owners: Sequence[nn.Module]) -> WeightQuantizer | None:
-    """Make the quantizer of a group's weight format; None for a plain dtype."""
-    if plan.weight_format is None:
-        return None
-    if not plan.stays_encoded:
-        return WeightQuantizer(plan.weight_format, plan.layout, plan.device)
-    names = [info.name for info in plan.spec.parameters]
-    extensions = [extension for extension in map(tensor_extension_of, names, params, owners) if extension is not None]
-    return ExtensionQuantizer(plan, extensions) if extensions else Fp8Quantizer(plan)
 
 
 def check_not_wrapped(module: object) -> None:
@@ -577,7 +430,7 @@ def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta
             )
 
 
-def _match_ranks(module: nn.Module, sharding: Sharding) -> None:
+def _match_ranks(module: nn.Module, sharding: ModelSharding) -> None:
     """Broadcast the first rank's weights if data-parallel ranks differ, and warn of it.
 
     Ranks that were seeded differently would otherwise each contribute their own shard to a model that nobody
@@ -588,9 +441,9 @@ def _match_ranks(module: nn.Module, sharding: Sharding) -> None:
     experts = {name: tensor for name, tensor in held.items() if sharding.is_expert(name, tensor)}
     dense = {name: tensor for name, tensor in held.items() if name not in experts}
     differing: set[str] = set()
-    for tensors, rank_mesh in ((dense, sharding.dense), (experts, sharding.experts)):
+    for tensors, own in ((dense, sharding.dense), (experts, sharding.experts)):
         # Over the inner ranks first: then all ranks of an inner group equal its first one.
-        for axis in reversed(rank_mesh.axes if rank_mesh is not None else ()):
+        for axis in reversed(own.rank_mesh.axes if own is not None else ()):
             if axis.group is not None:
                 differing.update(_match(_plain(tensors), axis.group, sharding.device))
     if differing:
@@ -598,13 +451,13 @@ def _match_ranks(module: nn.Module, sharding: Sharding) -> None:
         warn_caller(
             f"{len(differing)} parameters or buffers differed between ranks at wrap time (first: {first}); all ranks "
             "now have those of the first rank of the group; seed every rank alike before building the model",
-            is_first=rank_of(sharding.dense.axes[-1].group) == 0,  # the ranks along the others may be alike
+            is_first=rank_of(sharding.dense.rank_mesh.axes[-1].group) == 0,  # the ranks along the others may be alike
         )
 
 
-def _warn_of_duplicates(module: nn.Module, sharding: Sharding) -> None:
+def _warn_of_duplicates(module: nn.Module, sharding: ModelSharding) -> None:
     """Warn of parameters that tensor-parallel ranks hold whole, but with different values."""
-    group, mesh = sharding.dense.tensor_parallel_group, sharding.dense.tensor_parallel
+    group, mesh = sharding.dense.rank_mesh.tensor_parallel_group, sharding.dense.rank_mesh.tensor_parallel
     if group is None:
         return
     whole = {
@@ -636,5 +489,4 @@ def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device
     return differing
 
 
-_DOING = "sharding the model"  # in messages, where a rank cannot go on
 _FP32_SUMS = "reduce_scatter_with_fp32_accumulation"

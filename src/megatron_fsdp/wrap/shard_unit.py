@@ -1,0 +1,281 @@
+"""The two verbs of sharding: `shard_unit` shards the parameters of one unit, `finish` makes an engine of sharded units.
+
+Every public way to shard is a policy about these two: which modules are a unit, by which `Sharding`, and when all units
+are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp.comm.agreement import raise_together
+from megatron_fsdp.comm.axis import backend_of, is_simulated
+from megatron_fsdp.comm.groups import OwnGroups
+from megatron_fsdp.comm.registration import UserBuffers
+from megatron_fsdp.config.engine_options import EngineOptions
+from megatron_fsdp.dtensor.expert_names import ExpertNames
+from megatron_fsdp.dtensor.shard_spec import ShardSpec
+from megatron_fsdp.engine.delayed_linear import WeightGradientQueue
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.executor import Executor
+from megatron_fsdp.engine.gradient_checks import FiniteCheck, GradientCheck, LargeGradientCheck, ReplicaCheck
+from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.hooks import register_hooks
+from megatron_fsdp.engine.memory import CommunicationPool
+from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.schedule import ScheduleConfig, Scheduler, SyncMode
+from megatron_fsdp.engine.unit import Owner, StructureCheck, Unit
+from megatron_fsdp.engine.weight_quantizer import WeightQuantizer
+from megatron_fsdp.errors import warn_caller
+from megatron_fsdp.formats.fp8_linear import Fp8Quantizer, emulation_note
+from megatron_fsdp.formats.tensor_extensions import ExtensionQuantizer, tensor_extension_of
+from megatron_fsdp.sharding.mesh import RankMesh
+from megatron_fsdp.sharding.units import ParameterOwners, UnitPlan
+from megatron_fsdp.state.state_dict import convert_expert_names, describe_in_state_dicts
+
+DOING = "sharding the model"
+"""In messages, where a rank cannot go on."""
+
+KnownSpecs = dict[int, tuple[ShardSpec, ...]]
+"""The shard specs of groups by the id of their layout: groups with one layout are cut alike."""
+
+
+def shard_unit(
+    name: str,
+    modules: Mapping[str, nn.Module],
+    plans: Sequence[GroupPlan],
+    parameters: dict[str, nn.Parameter],
+    owners: dict[int, ParameterOwners],
+    mode: SyncMode,
+    known: KnownSpecs,
+    index: int = 0,
+) -> Unit:
+    """Shard the parameters of one unit in place: at once, on this rank alone, without communication.
+
+    If it fails, the modules hold what they held.
+
+    Args:
+        name: For messages: the path of its module.
+        modules: Its modules by path; none where parameters were grouped in another way.
+        plans: The plans of its parameter groups.
+        parameters: The original parameters by canonical name; those of the unit are taken out, and freed.
+        owners: Modules and attributes that hold each original, by its id; those of the unit are taken out.
+        mode: When its gradients are reduced.
+        known: Shard specs of groups that were sharded before; added to.
+        index: Its position among the units, where that is known already.
+    """
+    groups, held_by = [], []
+    for plan in plans:
+        specs = tuple(spec.for_another() for spec in known.get(id(plan.layout), ()))
+        if not specs:
+            specs = known[id(plan.layout)] = tuple(map(plan.shard_spec, range(len(plan.spec.parameters))))
+        originals = [parameters.pop(info.name) for info in plan.spec.parameters]
+        held_by.append([owners.pop(id(original)) for original in originals])
+        groups.append(ParameterGroup(plan, originals, specs, _quantizer(plan, originals, held_by[-1])))
+        del originals  # so that a unit exists twice, and not a model
+    by_owner = [[[Owner.of(*place) for place in places] for places in of_group] for of_group in held_by]
+    unit = Unit(index, name, groups, by_owner, modules, mode)
+    unit.to_sharded()
+    describe_in_state_dicts(unit, modules.values())
+    return unit
+
+
+def _quantizer(
+    plan: GroupPlan, params: Sequence[nn.Parameter], owners: Sequence[ParameterOwners]
+) -> WeightQuantizer | None:
+    """Make the quantizer of a group's weight format; None for a plain dtype."""
+    if plan.weight_format is None:
+        return None
+    if not plan.stays_encoded:
+        return WeightQuantizer(plan.weight_format, plan.layout, plan.device)
+    named = zip(plan.spec.parameters, params, owners, strict=True)
+    found = [tensor_extension_of(info.name, param, places[0][0]) for info, param, places in named]
+    extensions = [extension for extension in found if extension is not None]
+    return ExtensionQuantizer(plan, extensions) if extensions else Fp8Quantizer(plan)
+
+
+class ModuleEvents:
+    """The source of the engine's events: hooks on the modules of units."""
+
+    engine_type: ClassVar[type[Engine]] = Engine
+
+    def make_scheduler(self, config: ScheduleConfig, units: Sequence[Unit]) -> Scheduler:  # noqa: ARG002
+        """Make the scheduler of sharded units."""
+        return Scheduler(config)
+
+    def connect(self, engine: Engine, root: nn.Module | None) -> None:
+        """Register the hooks on the model and its modules."""
+        register_hooks(engine, root)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The ranks of a model."""
+
+    device: torch.device  # of this rank
+    meshes: tuple[RankMesh, ...]  # of all parameters, the same on all ranks and in one order
+    reaching_all: tuple[dist.ProcessGroup | None, ...]  # groups that together reach every rank
+    own_groups: OwnGroups | None = None  # groups that are destroyed with the engine
+
+    @property
+    def is_first(self) -> bool:
+        """True if this is the first rank of the model."""
+        return not any(dist.get_rank(group) for group in self.reaching_all if group is not None)
+
+
+def finish(
+    units: tuple[Unit, ...],
+    unit_plan: UnitPlan,
+    roots: Mapping[str, nn.Module],
+    ranks: Ranks,
+    options: EngineOptions,
+    *,
+    check_optimizer: Callable[[torch.optim.Optimizer], None],
+    events: ModuleEvents,
+    expert_names: ExpertNames | None = None,
+    delayed: WeightGradientQueue | None = None,
+) -> Engine:
+    """Make the engine of sharded units: memory plan, communication memory, scheduler, executor, hooks. Collective.
+
+    Args:
+        units: All units, the root first; it is empty where several modules have no unit above them.
+        unit_plan: Their names and modules.
+        roots: The outermost sharded modules, by their path; the root alone has the empty one.
+        ranks: The ranks of the model.
+        options: The options of the model.
+        check_optimizer: Raises for an optimizer that cannot train the model.
+        events: The source of the engine's events.
+        expert_names: Names of experts in checkpoints of all ranks.
+        delayed: The queue of weight gradients that are computed at the end of backward.
+    """
+    plan = plan_memory(options.memory, options.reduces_early, [unit.group_plans for unit in units])
+    user_buffers = _user_buffers(plan, ranks, options)
+    pool = CommunicationPool(ranks.device, plan.pool, None if user_buffers is None else user_buffers.allocate)
+    for number, group in enumerate(group for unit in units for group in unit.groups):
+        sent = group.plan.sent_dtype
+        memory = pool.shard(number, group.plan.shard_bytes // sent.itemsize, sent)
+        if memory is not None:
+            group.move_into(memory)
+    for unit in units:
+        unit.find_gathered()
+    _warn_of_dtypes(units, ranks, options)
+    engine = events.engine_type(
+        units=units,
+        unit_plan=unit_plan,
+        memory_plan=plan,
+        scheduler=events.make_scheduler(plan.schedule, units),
+        executor=Executor(units, ranks.device, plan, pool),
+        options=options,
+        device=ranks.device,
+        rank_meshes=ranks.meshes,
+        reaching_all=ranks.reaching_all,
+        structure=StructureCheck(roots, units),
+        check_optimizer=check_optimizer,
+        expert_names=ExpertNames() if expert_names is None else expert_names,
+        delayed=delayed,
+        gradient_checks=_gradient_checks(units, ranks, options),
+        own_groups=ranks.own_groups,
+        user_buffers=user_buffers,
+        format_note=emulation_note((group for unit in units for group in unit.groups), ranks.device),
+        no_capture_reason=_no_capture_reason(ranks) if options.megatron_fsdp_cuda_graph_mode else "",
+    )
+    if engine.no_capture_reason:
+        warn_caller(engine.notes[-1], is_first=ranks.is_first)
+    if user_buffers is not None:
+        if options.memory.user_buffers is not None and not options.memory.user_buffers.manual:
+            user_buffers.register()
+        if user_buffers.unsupported_reason:
+            warn_caller(user_buffers.note, is_first=ranks.is_first)
+    events.connect(engine, roots.get(""))
+    for root in roots.values():
+        units[0].state_dict_handles += convert_expert_names(engine, root)
+    return engine
+
+
+def _user_buffers(plan: MemoryPlan, ranks: Ranks, options: EngineOptions) -> UserBuffers | None:
+    """Prepare the registration of communication memory, if asked for; ranks agree on the offsets of blocks."""
+    asked = options.memory.user_buffers
+    if asked is None or plan.pool is None:
+        return None
+    blocks = (f"a {block.use.value} of {block.num_bytes} bytes at {block.offset}" for block in plan.pool.blocks)
+    facts = {f"block {number} of communication memory": block for number, block in enumerate(blocks)}
+    raise_together(None, DOING, ranks.reaching_all, facts)
+    axes = tuple(axis for rank_mesh in ranks.meshes for axis in rank_mesh.axes)
+    return UserBuffers(axes, ranks.reaching_all, ranks.device, asked.symmetric)
+
+
+def _no_capture_reason(ranks: Ranks) -> str:
+    """Return the reason why no step of a model can be captured into a CUDA graph; empty if one can."""
+    if ranks.device.type != "cuda":
+        return f"the model is on {ranks.device.type}"
+    if any(rank_mesh.foreign_groups for rank_mesh in ranks.meshes):
+        return "ranks with different experts agree in every step, on the host, on which were used"
+    groups = [axis.group for rank_mesh in ranks.meshes for axis in rank_mesh.axes]
+    waiting = {backend_of(group) for group in groups if group is not None and not is_simulated(group)} - {"nccl"}
+    return f"ranks communicate by {', '.join(sorted(waiting))}, which waits on the host" if waiting else ""
+
+
+def _gradient_checks(units: Sequence[Unit], ranks: Ranks, options: EngineOptions) -> list[GradientCheck]:
+    """Make the gradient checks that were asked for, and that of replicas on tensor-parallel ranks. Collective."""
+    labels = {
+        name: unit.label.strip("()")  # messages put it in parentheses
+        for unit in units
+        for group in unit.groups  # frozen ones too, which may be unfrozen
+        for name in group.names
+    }
+    asked = {FiniteCheck: options.report_nan_in_param_grad, LargeGradientCheck: options.check_for_large_grads}
+    checks: list[GradientCheck] = [
+        kind(labels, ranks.reaching_all, ranks.device) for kind, is_asked in asked.items() if is_asked
+    ]
+    group = ranks.meshes[0].tensor_parallel_group
+    if group is not None:
+        checks.append(_replica_check(units, ranks, group))
+    return checks
+
+
+def _replica_check(units: Sequence[Unit], ranks: Ranks, group: dist.ProcessGroup) -> ReplicaCheck:
+    """Make the check of parameters that tensor-parallel ranks hold whole; ranks have other experts, left out."""
+    whole = {
+        name: (part, param)
+        for unit in units
+        for found in unit.groups
+        for name, part, param in zip(found.names, found.plan.parts, found.full, strict=True)
+        if part is not None and not part.is_cut and not found.plan.rank_mesh.is_expert
+    }
+    summed_later = ("sequence_parallel", "average_gradients_across_tp_domain")  # Megatron's marks, after backward
+    dtypes = {
+        name: param.dtype
+        for name, (part, param) in whole.items()
+        if part.is_dtensor or not any(getattr(param, mark, False) for mark in summed_later)
+    }
+    warns = [name for name, (part, _) in whole.items() if not part.is_dtensor]
+    return ReplicaCheck(dtypes, group, [ranks.meshes[0].group], ranks.device, warns)
+
+
+def _warn_of_dtypes(units: Sequence[Unit], ranks: Ranks, options: EngineOptions) -> None:
+    trained = [group for unit in units for group in unit.groups if group.gradients is not None]
+    narrowed = [group for group in trained if group.plan.precision.narrows]
+    if narrowed:
+        precision = narrowed[0].plan.precision
+        warn_caller(
+            f"{len(narrowed)} parameter groups compute in {precision.compute} and are optimised in "
+            f"{precision.main_params}, which is narrower (first: {narrowed[0].names[0]}); set "
+            "MixedPrecisionPolicy(main_params_dtype=None) to optimise them as they are",
+            is_first=ranks.is_first,
+        )
+    if options.reduce_scatter_with_fp32_accumulation and ranks.meshes[0].num_ranks > 1:
+        travelling = {group.plan.precision.grad_comm for group in trained}
+        if travelling and all(dtype.itemsize > 2 for dtype in travelling):
+            warn_caller(
+                "reduce_scatter_with_fp32_accumulation=True changes no sum here, since gradients travel in "
+                f"{', '.join(sorted(map(str, travelling)))} and are added in it; set grad_comm_dtype=torch.bfloat16 to "
+                "halve what is sent, or leave the switch out",
+                is_first=ranks.is_first,
+            )
