@@ -35,6 +35,7 @@ LAYERS = (
     "hang",
     "checkpoint",
     "published",
+    "experimental",
     "ddp",
     "front",
     "contrib",
@@ -45,7 +46,7 @@ LAYERS = (
     "train",
     "cli",
 )
-"""From the bottom to the top: each imports itself and what is below it (the picture is section 4 of docs/design.md).
+"""From the bottom to the top: each imports itself and what is below it (the picture is section 5 of docs/design.md).
 
 A layer is a folder. Of the modules beside them, those that import nothing but each other are "base", the others
 "published"; "front" is the package itself.

@@ -468,7 +468,7 @@ class Hidden:
 
     @property
     def value(self) -> Tensor:
-        return self.read()
+        return self.read()  # type: ignore[no-untyped-call]
 
 
 class Slotted:

@@ -1,7 +1,7 @@
 """`EngineOptions`: the checked and complete options of the engine.
 
 They are resolved once, in the public call, and read where they take effect: layout and gradient factors in
-`engine/group_plan.py`, memory and the scheduler's configuration in `engine/memory_plan.py`, the rest in `wrap/wrap.py`,
+`engine/group_plan.py`, memory and the scheduler's configuration in `engine/memory_plan.py`, the rest in `wrap/`,
 `engine/engine.py` and `megatron_fsdp.py`.
 """
 

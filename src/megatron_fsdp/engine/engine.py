@@ -619,6 +619,10 @@ class Engine:
                 delayed.accumulate(param)
                 self.take_gradient(unit_index, group_index, index, param)
 
+    def runs_backward_of(self, unit_index: int) -> bool:
+        """Return True if a unit's modules hold full parameters for the running backward."""
+        return unit_index in self._unsharded_for_backward
+
     def to_sharded(self) -> None:
         """Put the sharded parameters into all modules."""
         for unit in self.units:

@@ -106,7 +106,7 @@ class Unit:
         self._engine = weakref.ref(engine)
 
     def locate(self, index: int, paths: Sequence[str], path_of: Mapping[int, str]) -> None:
-        """Number the unit, and name it and its parameters by their paths from the root.
+        """Set the number of the unit, and name it and its parameters by their paths from the root.
 
         Args:
             index: Its position among all units.
@@ -116,7 +116,7 @@ class Unit:
         self.index, self.name = index, paths[0] if len(paths) == 1 else f"{paths[0]}..{paths[-1]}"
         self.modules = dict(zip(paths, self.modules.values(), strict=True))
         for group, of_group in zip(self.groups, self._owners, strict=True):
-            firsts = [min((path_of[id(owner.module())], owner.attribute) for owner in owners) for owners in of_group]
+            firsts = [(path_of[id(owners[0].module())], owners[0].attribute) for owners in of_group]
             group.rename([f"{path}.{attribute}".lstrip(".") for path, attribute in firsts])
 
     def owning_modules(self) -> list[nn.Module]:
@@ -124,6 +124,16 @@ class Unit:
         owners = chain.from_iterable(chain.from_iterable(self._owners))
         found = {id(module): module for owner in owners if (module := owner.module()) is not None}
         return list(found.values())
+
+    def names_in_modules(self) -> dict[int, tuple[str, ...]]:
+        """Return the names of each sharded parameter, by its id, from the unit's module; several for a tied one."""
+        found: dict[int, list[str]] = {id(param): [] for group in self.groups for param in group.sharded}
+        for module in filter(None, (reference() for reference in self.modules.values())):
+            for path, part in module.named_modules():
+                for attribute, param in part._parameters.items():
+                    if id(param) in found:
+                        found[id(param)].append(f"{path}.{attribute}".lstrip("."))
+        return {key: tuple(names) for key, names in found.items()}
 
     def find_gathered(self) -> None:
         """Note the memory that all-gathers write, where that does not live in slots."""

@@ -555,7 +555,7 @@ def rank_mesh_of(mesh: DeviceMesh, traffic: dict[str, Traffic]) -> RankMesh:
 
 
 def connect_all_ranks(rank_mesh: RankMesh) -> None:
-    """Make the group of all ranks of a mesh of two dimensions, which is destroyed with it. Collective over its ranks."""
+    """Make the group of all ranks of a two-dimensional mesh, which is destroyed with it. Collective over its ranks."""
     if rank_mesh.group is None and rank_mesh.num_ranks > 1:
         rank_mesh.group = group_over(rank_mesh.described_mesh, rank_mesh)
 

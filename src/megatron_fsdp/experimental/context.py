@@ -1,0 +1,185 @@
+"""`FsdpContext`: the modules that are sharded one by one, and what they have in common."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.comm.streams import default_device, resolve_device
+from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions, UserBufferOptions, WeightAllocator
+from megatron_fsdp.engine.asked_gradients import answer_for_sharded_parameters
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.group_plan import Sharding
+from megatron_fsdp.engine.schedule import SyncMode
+from megatron_fsdp.errors import ScheduleError, warn_caller
+from megatron_fsdp.hang.watch import log_if_asked
+from megatron_fsdp.optim.optimizer import watch_optimizers
+from megatron_fsdp.wrap.in_place import KnownPlans, finish_in_place, outermost_units, unit_of, units_inside
+
+_OPEN: list[weakref.ref[FsdpContext]] = []  # the context that is open, if any
+
+
+class FsdpContext:
+    """The modules that were sharded inside one `fully_shard_context`.
+
+    Args:
+        device: Of the shards.
+        use_symmetric_memory: Communicate through memory that keeps its addresses, symmetric where the back end has it.
+
+    Attributes:
+        device: As given.
+        use_symmetric_memory: As given.
+    """
+
+    def __init__(self, device: torch.device, use_symmetric_memory: bool) -> None:
+        self.device = device
+        self.use_symmetric_memory = use_symmetric_memory
+        self.known = KnownPlans()
+        self.shardings: dict[object, Sharding] = {}
+        self.traffic: dict[str, Traffic] = {}  # by mesh dimension
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._engine: weakref.ref[Engine] | None = None
+        # Gradients of an axis that is partial between microbatches are reduced with the last one; others at once.
+        self.at_once, self.with_last = SyncMode(auto_sync=True), SyncMode(auto_sync=False, is_last_microbatch=True)
+
+    def add(self, module: nn.Module) -> None:
+        """Add a sharded module."""
+        self._modules.append(weakref.ref(module))
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """True if the next backward is the last of its step."""
+        return bool(self.with_last.is_last_microbatch)
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, is_last: bool) -> None:
+        self.with_last.is_last_microbatch = is_last
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the modules.
+
+        Raises:
+            ScheduleError: The context is still open, or its modules were deleted (a RuntimeError).
+        """
+        self.ensure_finalized()
+        engine = None if self._engine is None else self._engine()
+        if engine is None:
+            raise ScheduleError("no module of this context is sharded, or all were deleted; keep the model")
+        return engine
+
+    def finalize(self) -> None:
+        """Make the engine of all modules that were sharded. Collective; no-op if it was made already.
+
+        Raises:
+            ConfigurationError: Ranks have sharded different modules, or in different ways.
+        """
+        if self._engine is not None:
+            return
+        roots = outermost_units([module for reference in self._modules if (module := reference()) is not None])
+        self._roots = list(map(weakref.ref, roots))
+        if not roots:
+            return
+        memory = MemoryOptions(allocator=WeightAllocator.RESIZE)
+        if self.use_symmetric_memory:
+            memory = MemoryOptions(user_buffers=UserBufferOptions(), is_persistent=True)
+        engine = finish_in_place(roots, EngineOptions(memory=memory), self.at_once)
+        watch_optimizers(engine)
+        answer_for_sharded_parameters(engine)
+        log_if_asked(engine)
+        self._engine = weakref.ref(engine)
+
+    def reset(self) -> None:
+        """Go on after an exception inside a forward or backward; gradients in reduction are dropped. Every rank."""
+        self.engine.reset()
+
+    def ensure_finalized(self) -> None:
+        """Raise a ScheduleError (a RuntimeError) if the context is still open."""
+        if self._engine is None and self._modules:
+            raise ScheduleError("modules of an open context cannot run; Exit fully_shard_context first")
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The modules with no sharded module above them."""
+        return [module for reference in self._roots if (module := reference()) is not None]
+
+    @property
+    def forward_order(self) -> Iterator[nn.Module]:
+        """The modules in the order in which they are registered, root by root."""
+        return (module for root in self.roots for _, module, _ in units_inside(root))
+
+    @property
+    def backward_order(self) -> Iterator[nn.Module]:
+        """The modules in the reverse order of roots and of siblings, outer ones before inner ones."""
+
+        def walk(module: nn.Module) -> Iterator[nn.Module]:
+            if unit_of(module) is not None:
+                yield module
+            for child in reversed(list(module.children())):
+                yield from walk(child)
+
+        return (module for root in reversed(self.roots) for module in walk(root))
+
+
+def open_context() -> FsdpContext:
+    """Return the context that is open.
+
+    Raises:
+        ScheduleError: None is (a RuntimeError).
+    """
+    found = _OPEN[-1]() if _OPEN else None
+    if found is None:
+        raise ScheduleError("fully_shard has to be called inside fully_shard_context; open one around all calls")
+    return found
+
+
+@contextmanager
+def fully_shard_context(
+    device: torch.device | str | None = None,
+    *,
+    use_symmetric_memory: bool = False,
+    unify_communication_stream: bool = False,
+) -> Iterator[FsdpContext]:
+    """Shard the modules that are handed to `fully_shard` inside, and make their engine when the block ends well.
+
+    Args:
+        device: Of the shards; None: the accelerator of this process, else the CPU.
+        use_symmetric_memory: Communicate through memory that keeps its addresses, symmetric where the back end has it.
+        unify_communication_stream: Accepted, and warned of: all-gathers and reductions have a stream each.
+
+    Yields:
+        The context, which stays in use (`microbatch`).
+
+    Raises:
+        ScheduleError: Another context is open (a RuntimeError).
+        ConfigurationError: At the end of the block: ranks have sharded different modules.
+    """
+    if _OPEN:
+        raise ScheduleError("fully_shard_context does not support nesting; shard all modules inside one context")
+    if unify_communication_stream:
+        warn_caller("unify_communication_stream=True has no effect: gathers and reductions keep streams of their own")
+    context = FsdpContext(resolve_device(device, default_device().type), use_symmetric_memory)
+    _OPEN.append(weakref.ref(context))
+    try:
+        yield context
+    finally:
+        _OPEN.clear()
+    context.finalize()
+
+
+@contextmanager
+def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
+    """Say in this block whether the next backward is the last of its step; restore what was said before.
+
+    Raises:
+        ScheduleError: The context is still open (a RuntimeError).
+    """
+    context.ensure_finalized()
+    with context.with_last.changed(is_last_microbatch=is_last):
+        yield

@@ -1,0 +1,290 @@
+"""`fully_shard` of one module in place, and what a sharded module offers."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+
+from megatron_fsdp.config.engine_options import EngineOptions
+from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.group_plan import Sharding
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, ScheduleError
+from megatron_fsdp.experimental.context import FsdpContext, open_context
+from megatron_fsdp.experimental.placement import Flat, Placements
+from megatron_fsdp.sharding.mesh import rank_mesh_of
+from megatron_fsdp.sharding.placement import Placement as OnAxis
+from megatron_fsdp.sharding.placement import Placements as BufferPlacements
+from megatron_fsdp.wrap.in_place import shard_in_place, unit_of
+
+_CONTEXT = "_fsdp_context"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Placements,
+    mixed_precision_policy: MixedPrecisionPolicy | None = None,
+    grad_divisor: int = 1,
+) -> None:
+    """Shard the parameters of a module that no earlier call has taken, in place and at once; no communication.
+
+    Call it for inner modules first, then for those around them, inside `fully_shard_context`. Weights are assumed to be
+    equal on all ranks. Build optimizers afterwards: the module holds new parameters, DTensors over main weights.
+
+    Args:
+        module: Its class becomes a subclass that is a `FsdpModule`, too.
+        mesh: The data-parallel mesh, of one dimension or two: outer, then sharding.
+        placements: Of compute weights, main gradients and main weights.
+        mixed_precision_policy: Dtypes; None: main weights in float32, gradients in the parameters' dtype.
+        grad_divisor: Divides the mean of the gradients; for experts, the number of ranks that hold different ones.
+
+    Raises:
+        ScheduleError: No context is open (a RuntimeError).
+        ConfigurationError: The module was sharded already or shares a parameter with one that was, or an argument is
+            out of range (a ValueError). Nothing has changed then.
+        NotSupportedYetError: A dtype or a combination of placements that is not supported (a NotImplementedError).
+    """
+    context = open_context()
+    policy = MixedPrecisionPolicy() if mixed_precision_policy is None else mixed_precision_policy
+    check_policy(policy)
+    if type(grad_divisor) is not int or grad_divisor < 1:
+        raise ConfigurationError(f"grad_divisor={grad_divisor!r} is no whole number above 0; give 1 or more")
+    if isinstance(module, FsdpModule):
+        raise ConfigurationError(f"this {type(module).__name__} is sharded already; shard a module once")
+    for name, inner in module.named_modules():
+        if isinstance(inner, FsdpModule) and inner.__dict__[_CONTEXT] is not context:
+            raise ConfigurationError(
+                f"{name} was sharded in another fully_shard_context; shard a model inside one context"
+            )
+    for name, param in module.named_parameters():
+        if not isinstance(param, DTensor):  # of a unit inside
+            _check_parameter(name, param)
+    placements.check_axes(mesh)
+    sharding = _sharding(context, mesh, placements, policy, grad_divisor)
+    is_partial = any(isinstance(placement, Partial) for placement in placements.gradient)
+    shard_in_place([module], sharding, context.with_last if is_partial else context.at_once, context.known)
+    module.__dict__[_CONTEXT] = context
+    kind = type(module)
+    module.__class__ = type(f"ExperimentalFsdp{kind.__name__}", (FsdpModule, kind), {})
+    context.add(module)
+
+
+def _check_parameter(name: str, param: nn.Parameter) -> None:
+    if param.dtype not in _DTYPES:
+        raise NotSupportedYetError(f"{name} is of {param.dtype}; give float32, bfloat16 or float16")
+    if param.ndim == 0 or 0 in param.shape[1:]:
+        raise ConfigurationError(
+            f"{name} has the shape {tuple(param.shape)}, which has no rows to shard; give one dimension or more"
+        )
+
+
+def _sharding(
+    context: FsdpContext, mesh: DeviceMesh, placements: Placements, policy: MixedPrecisionPolicy, grad_divisor: int
+) -> Sharding:
+    """Return the sharding of a call; calls with equal arguments share one, and so its layouts."""
+    key = (id(mesh), placements, policy, grad_divisor)
+    if key not in context.shardings:
+        if mesh.ndim > 2:
+            raise NotSupportedYetError(f"the mesh has {mesh.ndim} axes; give one or two, outer and sharding")
+        wide = policy if policy.main_params_dtype is not None else replace(policy, main_params_dtype=torch.float32)
+        rank_mesh = rank_mesh_of(mesh, context.traffic)
+        # a sum along an axis is no mean along it
+        averaged = zip(placements.gradient, rank_mesh.axes, strict=True)
+        ranks = prod(axis.num_ranks for placement, axis in averaged if placement != Partial("sum"))
+        context.shardings[key] = Sharding(
+            options=EngineOptions(policy=wide),
+            rank_mesh=rank_mesh,
+            placements=_buffer_placements(placements),
+            device=context.device,
+            divisor=ranks * grad_divisor,
+        )
+    return context.shardings[key]
+
+
+def _buffer_placements(placements: Placements) -> BufferPlacements:
+    """Return the placements of the engine's buffers."""
+    parameter, gradient, optimizer = (
+        [OnAxis.SHARD if isinstance(each, Flat) else OnAxis.REPLICATE for each in given]
+        for given in (placements.parameter, placements.gradient, placements.optimizer)
+    )
+    for name, outer, inner in (
+        ("parameter", parameter, gradient),
+        ("gradient", gradient, optimizer),
+    ):
+        for held, target in zip(outer, inner, strict=True):
+            if held is OnAxis.SHARD and target is not OnAxis.SHARD:
+                raise NotSupportedYetError(
+                    f"{placements}: {name} is sharded along an axis that the next one of parameter, gradient and "
+                    "optimizer is not; shard the later ones at least as far"
+                )
+    if len(parameter) == 2 and parameter[0] is OnAxis.SHARD:
+        raise NotSupportedYetError(
+            "parameters sharded over two axes are those of one axis of all ranks; flatten the mesh and give that one"
+        )
+    # Along an outer axis gradients wait for the sync, which comes at once where they are not partial.
+    accumulated = tuple(
+        OnAxis.SHARD if dim == len(gradient) - 1 and held is OnAxis.SHARD else OnAxis.PARTIAL
+        for dim, held in enumerate(gradient)
+    )
+    return BufferPlacements(tuple(parameter), accumulated, tuple(optimizer), tuple(optimizer))
+
+
+class FsdpModule(nn.Module):
+    """A module that `fully_shard` has sharded in place; its class is a subclass of this and of what it was."""
+
+    class Phase(enum.Enum):
+        """What a sharded module is doing."""
+
+        RESTING = "resting"
+        FORWARD = "forward"
+        BACKWARD = "backward"
+
+    @property
+    def context(self) -> FsdpContext:
+        """The context in which it was sharded."""
+        found: FsdpContext = self.__dict__[_CONTEXT]
+        return found
+
+    @property
+    def _unit(self) -> Unit:
+        unit = unit_of(self)
+        assert unit is not None
+        return unit
+
+    @property
+    def phase(self) -> Phase:
+        """What the module is doing: its forward, its backward, or nothing."""
+        engine, unit = self.context.engine, self._unit
+        if engine.scheduler.forward_depth(unit.index):
+            return self.Phase.BACKWARD if engine.scheduler.in_backward else self.Phase.FORWARD
+        return self.Phase.BACKWARD if engine.runs_backward_of(unit.index) else self.Phase.RESTING
+
+    @property
+    def name(self) -> str:
+        """Its path from its root; "" for a root itself."""
+        self.context.ensure_finalized()
+        return next(path for root in self.context.roots for path, inner in root.named_modules() if inner is self)
+
+    def is_root(self) -> bool:
+        """Return True if no sharded module is above it."""
+        self.context.ensure_finalized()
+        return any(root is self for root in self.context.roots)
+
+    @property
+    def parameter_groups(self) -> tuple[GroupView, ...]:
+        """Its parameters by dtype and `requires_grad`; none where it owns none."""
+        return tuple(GroupView(group, self._unit) for group in self._unit.groups)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load as `nn.Module` does; copies into the shards.
+
+        Raises:
+            ScheduleError: `assign` is True (a RuntimeError).
+        """
+        if assign:
+            raise ScheduleError(
+                "load_state_dict(assign=True) would replace the sharded parameters, which are parts of flat buffers; "
+                "load with assign=False, which copies"
+            )
+        return super().load_state_dict(state_dict, strict)
+
+    def __deepcopy__(self, _memo: Any) -> Any:
+        raise ConfigurationError("a sharded module cannot be copied; copy the model before sharding it")
+
+
+class ParameterView:
+    """A parameter of a group: its names, the sharded one, and the full one that compute sees."""
+
+    def __init__(self, fqns: tuple[str, ...], sharded: nn.Parameter, unsharded: nn.Parameter) -> None:
+        self.fqns, self.sharded, self.unsharded = fqns, sharded, unsharded
+
+
+class GroupView:
+    """Parameters of a sharded module with one dtype and `requires_grad`, and their buffers."""
+
+    def __init__(self, group: ParameterGroup, unit: Unit) -> None:
+        self._group, self._unit = group, unit
+
+    @property
+    def fsdp_parameters(self) -> tuple[ParameterView, ...]:
+        """The parameters, in the order of the flat buffer; one that is tied has several names."""
+        names = self._unit.names_in_modules()
+        group = self._group
+        named = zip(group.sharded, group.full, strict=True)
+        return tuple(ParameterView(names[id(sharded)], sharded, full) for sharded, full in named)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The data-parallel mesh."""
+        return self._group.plan.rank_mesh.described_mesh
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the model computes in."""
+        return self._group.plan.precision.compute
+
+    @property
+    def requires_grad(self) -> bool:
+        """True if the parameters are trained."""
+        return self._group.is_trainable
+
+    @property
+    def main_weight(self) -> torch.Tensor:
+        """This rank's main weights, flat."""
+        return self._group.weights.main.local
+
+    @property
+    def model_weight(self) -> torch.Tensor:
+        """This rank's compute weights, flat; the main weights themselves where these have the same dtype and cut."""
+        weights = self._group.weights
+        return weights.main.local if weights.main is weights.compute else weights.compute.local
+
+    @property
+    def main_grad(self) -> torch.Tensor | None:
+        """This rank's main gradient, flat; None for frozen parameters, and before there is one."""
+        gradients = self._group.gradients
+        return None if gradients is None or not gradients.main.held_bytes else gradients.main.allocate().local
+
+    @property
+    def grad_divisor(self) -> float:
+        """What the mean of the gradients is divided by."""
+        sharding = self._group.plan.sharding
+        assert sharding is not None
+        return sharding.divisor / sharding.rank_mesh.num_ranks
+
+    def sync_model_weight_from_main_weight(self) -> None:
+        """Copy main weights into compute weights, as after `nn.init` of the sharded parameters."""
+        self._unit.install_main_weights()
+
+    def unshard_parameters(self) -> None:
+        """All-gather the unit's weights and show the full parameters. Collective."""
+        engine = self._engine
+        engine.executor.run(engine.scheduler.weights_requested(self._unit.index))
+        self._unit.to_unsharded()
+
+    def reshard_parameters(self) -> None:
+        """Show the sharded parameters."""
+        self._unit.to_sharded()
+
+    def release_unsharded_storage(self) -> None:
+        """Free the full weights, unless they are in use."""
+        engine = self._engine
+        engine.executor.run(engine.scheduler.reshard_requested(self._unit.index))
+
+    @property
+    def _engine(self) -> Engine:
+        engine: Engine | None = self._unit.engine
+        if engine is None:
+            raise ScheduleError("modules of an open context have no engine yet; Exit fully_shard_context first")
+        return engine

@@ -1,0 +1,249 @@
+"""Sharding in place, one call per unit: which parameters a call takes, and the engine of all calls together.
+
+A module that was sharded in place owns its unit and, from `finish_in_place` on, the engine; both refer to modules
+weakly, so that deleting a model frees its memory at once. Unlike a wrapper nothing here merges units, compares the
+weights of ranks or communicates before `finish_in_place`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from megatron_fsdp.comm.agreement import all_agree
+from megatron_fsdp.config.engine_options import EngineOptions
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, looked_up, parameter_info, part_of
+from megatron_fsdp.engine.schedule import SyncMode
+from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all
+from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, group_parameters, parameter_owners
+from megatron_fsdp.wrap.optimizer_checks import held_parameters
+from megatron_fsdp.wrap.shard_unit import KnownSpecs, ModuleEvents, Ranks, finish, shard_unit
+
+_UNIT, _ENGINE = "_fsdp_unit", "_fsdp_engine"  # where a module keeps what it owns
+_TAKEN = "_fsdp_taken_by"  # on an original parameter: the label of the unit that has taken it
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """Return the unit of a module that was sharded in place; None for any other."""
+    found: Unit | None = module.__dict__.get(_UNIT)
+    return found
+
+
+def engine_of_module(module: nn.Module) -> Engine | None:
+    """Return the engine of a module that was sharded in place; None for any other, or before it is made."""
+    found: Engine | None = module.__dict__.get(_ENGINE)
+    return found
+
+
+@dataclass
+class KnownPlans:
+    """Plans and shard specs that further calls share: equal blocks have one layout."""
+
+    plans: dict[object, GroupPlan] = field(default_factory=dict)
+    specs: KnownSpecs = field(default_factory=dict)
+
+
+def shard_in_place(
+    modules: Sequence[nn.Module],
+    sharding: Sharding,
+    mode: SyncMode,
+    known: KnownPlans,
+    ignored: frozenset[int] = frozenset(),
+) -> Unit:
+    """Shard the parameters that modules own together, as one unit, on this rank alone.
+
+    Those are all parameters of the modules and of the modules inside, but for what an earlier call has taken, and for
+    modules that are units themselves. If it fails, everything is as before.
+
+    Args:
+        modules: One module, or several that are gathered with the first of them.
+        sharding: The ranks, placements, dtypes and gradient factor.
+        mode: When gradients are reduced.
+        known: Plans of the calls before; added to.
+        ignored: Ids of parameters that stay as they are.
+
+    Raises:
+        ConfigurationError: A parameter belongs to another unit, too, is lazy, or has a dtype that is not sharded.
+    """
+    label = type(modules[0]).__name__
+    tree = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    paths = {"": modules[0]} if len(modules) == 1 else {str(index): each for index, each in enumerate(modules)}
+    owned = _owned_parameters(tree, ignored)
+    _check_parameters(owned, label)
+    lookups = looked_up(tree)
+    model = ModelSharding(sharding, lookups=lookups)
+    infos = [parameter_info(name, param, model, tuple(paths)) for name, param in owned.items()]
+    plans = []
+    for spec in group_parameters(infos):
+        mesh = sharding.rank_mesh.tensor_parallel
+        parts = tuple(part_of(info.name, owned[info.name], mesh) for info in spec.parameters)
+        alike = (sharding, spec.key, tuple(info.shape for info in spec.parameters), parts)
+        if alike not in known.plans:
+            known.plans[alike] = sharding.plan_group(spec, parts)
+        plans.append(replace(known.plans[alike], spec=spec))
+    originals = list(owned.values())
+    owners = {key: found for key, found in parameter_owners(tree).items() if key in set(map(id, originals))}
+    unit = shard_unit(label, paths, plans, owned, owners, mode, known.specs)
+    for original in originals:
+        setattr(original, _TAKEN, label)
+    for module in modules:
+        module.__dict__[_UNIT] = unit
+    return unit
+
+
+def _owned_parameters(tree: nn.Module, ignored: frozenset[int]) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module by name, without those of units inside of it."""
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, param in module._parameters.items():
+            if param is not None and id(param) not in ignored:
+                yield prefix + name, param
+        for name, child in module._modules.items():
+            if child is not None and unit_of(child) is None:
+                yield from walk(child, f"{prefix}{name}.")
+
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, param in walk(tree, ""):
+        found.setdefault(id(param), (name, param))
+    return dict(found.values())
+
+
+def _check_parameters(params: Mapping[str, nn.Parameter], label: str) -> None:
+    for name, param in params.items():
+        if (taken := getattr(param, _TAKEN, None)) is not None or hasattr(param, _ENGINE):
+            raise ConfigurationError(
+                f"{name} of {label} is tied to a parameter that another unit owns ({taken or 'sharded'}), and would be "
+                "two parameters from now on; shard the modules that share it by one call"
+            )
+        if isinstance(param, UninitializedParameter):
+            raise ConfigurationError(
+                f"{name} of {label} is not initialised yet; run one forward before sharding, so that lazy modules know "
+                "their shapes"
+            )
+
+
+def outermost_units(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return those sharded modules that are inside of no other, in order."""
+    inside = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if id(module) not in inside]
+
+
+def units_inside(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, Unit]]:
+    """Iterate over the units of a module tree: path, module and unit, outer ones first."""
+    for path, module in root.named_modules(prefix=prefix):
+        if (unit := unit_of(module)) is not None:
+            yield path, module, unit
+
+
+def finish_in_place(roots: Sequence[nn.Module], options: EngineOptions, mode: SyncMode) -> Engine:
+    """Make the engine of modules that were sharded in place, and hand it to them. Collective.
+
+    Args:
+        roots: The outermost sharded modules, in the order in which a forward calls them.
+        options: The options of the model.
+        mode: The switches of an empty root unit, where there are several roots.
+
+    Raises:
+        ConfigurationError: Ranks have sharded different units, or in different ways.
+    """
+    by_path = {"": roots[0]} if len(roots) == 1 else {str(number): root for number, root in enumerate(roots)}
+    units, specs = _located(by_path, mode)
+    meshes = tuple({id(plan.rank_mesh): plan.rank_mesh for unit in units for plan in unit.group_plans}.values())
+    for rank_mesh in meshes:
+        connect_all_ranks(rank_mesh)
+        with all_agree("sharding modules", (rank_mesh.group,)) as facts:
+            facts |= _facts(units, rank_mesh)
+    device = next(plan.device for unit in units for plan in unit.group_plans)
+    ranks = Ranks(device=device, meshes=meshes, reaching_all=groups_reaching_all(meshes))
+    memory = replace(options.memory, slots=options.memory.slots + _depth(by_path) - 1)
+    engine = finish(
+        units,
+        UnitPlan(specs, "one call per unit", _aliases(by_path)),
+        by_path,
+        ranks,
+        replace(options, memory=memory),
+        check_optimizer=_refusal_of_originals(),
+        events=ModuleEvents(),
+    )
+    for root in roots:
+        for _, module, _ in units_inside(root):
+            module.__dict__[_ENGINE] = engine
+    return engine
+
+
+def _refusal_of_originals() -> Callable[[torch.optim.Optimizer], None]:
+    """Return a check that raises for an optimizer that holds parameters from before the sharding."""
+    right: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def check(optimizer: torch.optim.Optimizer) -> None:
+        if optimizer in right:
+            return
+        held = [label for _, param in held_parameters(optimizer) if (label := getattr(param, _TAKEN, None)) is not None]
+        if held:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} holds {len(held)} parameters (such as one of a {held[0]}) as they were "
+                "before their module was sharded, where no gradient comes, so its steps train nothing; build the "
+                "optimizer on model.parameters() after fully_shard"
+            )
+        right.add(optimizer)
+
+    return check
+
+
+def _located(roots: Mapping[str, nn.Module], mode: SyncMode) -> tuple[tuple[Unit, ...], tuple[UnitSpec, ...]]:
+    """Name and number the units of all roots, and return them with their specifications, the root first."""
+    paths: dict[int, list[str]] = {}
+    found: dict[int, tuple[Unit, list[str], str]] = {}
+    for prefix, root in roots.items():
+        for path, module in root.named_modules(prefix=prefix):
+            paths.setdefault(id(module), []).append(path)
+            if (unit := unit_of(module)) is not None:
+                found.setdefault(id(unit), (unit, [], unit.name))[1].append(path)
+    units, specs = [], []
+    if "" not in roots:  # nothing surrounds all forwards
+        units.append(Unit(0, "", (), (), {}, mode))
+        specs.append(UnitSpec("", (), "", ()))
+    for unit, at, class_name in found.values():
+        unit.locate(len(units), at, {key: of_module[0] for key, of_module in paths.items()})
+        specs.append(
+            UnitSpec(unit.name, tuple(name for group in unit.groups for name in group.names), class_name, tuple(at))
+        )
+        units.append(unit)
+    return tuple(units), tuple(specs)
+
+
+def _aliases(roots: Mapping[str, nn.Module]) -> tuple[tuple[str, str], ...]:
+    """Return further and canonical names of tied parameters."""
+    first: dict[int, str] = {}
+    named = [each for path, root in roots.items() for each in root.named_parameters(path, remove_duplicate=False)]
+    return tuple((name, known) for name, param in named if (known := first.setdefault(id(param), name)) != name)
+
+
+def _depth(roots: Mapping[str, nn.Module]) -> int:
+    """Count the units, besides the root, that are inside one another at most: all of them are gathered at a time."""
+
+    def depth(module: nn.Module, around: int) -> int:
+        around += unit_of(module) is not None
+        return max([around, *(depth(child, around) for child in module.children())])
+
+    return max(1, *(depth(root, -1 if path == "" else 0) for path, root in roots.items()))
+
+
+def _facts(units: Sequence[Unit], rank_mesh: RankMesh) -> dict[str, str]:
+    """List the facts that all ranks of a rank mesh must have in common."""
+    return {
+        f"parameter {info.name}": f"{info.shape} {info.key.dtype} requires_grad={info.key.requires_grad}, "
+        f"{group.plan.placements}, {group.plan.precision}, in unit {unit.label}"
+        for unit in units
+        for group in unit.groups
+        if group.plan.rank_mesh is rank_mesh
+        for info in group.plan.spec.parameters
+    }

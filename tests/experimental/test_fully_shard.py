@@ -1,0 +1,350 @@
+"""Modules sharded one by one, in place, against one process on the whole batch."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
+from megatron_fsdp.experimental import (
+    Placements,
+    fully_shard,
+    fully_shard_context,
+    fully_shard_optimizer,
+    load_checkpoint,
+    microbatch,
+    save_checkpoint,
+)
+from megatron_fsdp.experimental.context import FsdpContext
+from megatron_fsdp.experimental.module import FsdpModule
+from megatron_fsdp.wrap.in_place import engine_of_module
+from tests.support.on_ranks import on_ranks
+
+R, S, AVG = Replicate(), Shard(0), Partial("avg")
+STRATEGIES: dict[str, tuple[list[Any], list[Any], list[Any]]] = {
+    "ddp": ([R], [AVG], [R]),
+    "zero-1": ([R], [AVG], [S]),
+    "zero-2": ([R], [S], [S]),
+    "zero-3": ([S], [S], [S]),
+    "hsdp": ([R, S], [AVG, S], [R, S]),
+    "hfsdp": ([R, S], [AVG, S], [S, S]),
+    "replicated weights, hybrid": ([R, R], [AVG, S], [S, S]),
+}
+
+
+class Block(nn.Module):
+    """Two linears, one of which is a unit inside of the block's own."""
+
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.inner, self.outer, self.recomputes = nn.Linear(6, 10), nn.Linear(10, 6), recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add to the input."""
+        if self.recomputes:
+            return x + self.outer(checkpoint(self.inner, x, use_reentrant=False).tanh())  # type: ignore[union-attr]
+        return x + self.outer(self.inner(x).tanh())
+
+
+class Net(nn.Module):
+    """Blocks between an embedding-like linear and a head, tied."""
+
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Block(recomputes) for _ in range(3))
+        self.head.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run all."""
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def mesh_of(dims: int) -> DeviceMesh:
+    sizes = (dist.get_world_size(),) if dims == 1 else (2, dist.get_world_size() // 2)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner")[-dims:])
+
+
+def placements(strategy: str) -> Placements:
+    parameter, gradient, optimizer = STRATEGIES[strategy]
+    return Placements(range(len(parameter)), parameter, gradient, optimizer)
+
+
+def shard(net: nn.Module, strategies: Sequence[str], units: Callable[[Any], list[nn.Module]]) -> FsdpContext:
+    """Shard the units of a model, one strategy after another."""
+    meshes = {len(STRATEGIES[name][0]): mesh_of(len(STRATEGIES[name][0])) for name in strategies}
+    with fully_shard_context("cpu") as context:
+        for number, module in enumerate(units(net)):
+            name = strategies[number % len(strategies)]
+            fully_shard(module, meshes[len(STRATEGIES[name][0])], placements(name))
+    return context
+
+
+def all_units(net: Net) -> list[nn.Module]:
+    return [part for block in net.blocks for part in (block.inner, block)] + [net]  # type: ignore[list-item]
+
+
+def blocks_and_root(net: Net) -> list[nn.Module]:
+    return [*net.blocks, net]
+
+
+def pair(recomputes: bool = False) -> tuple[Net, Net]:
+    torch.manual_seed(0)
+    net = Net(recomputes)
+    return net, copy.deepcopy(net)
+
+
+def batches(microbatches: int, step: int) -> Tensor:
+    """Inputs of all microbatches and ranks."""
+    made = torch.Generator().manual_seed(step)
+    return torch.randn(microbatches, dist.get_world_size(), 5, 6, generator=made)
+
+
+def assert_like_one_process(
+    net: nn.Module, reference: nn.Module, context: FsdpContext, microbatches: int, *, tells: bool = True
+) -> None:
+    """Three steps of both: every gradient and every weight."""
+    optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (net, reference))
+    fully_shard_optimizer(optimizer)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        data = batches(microbatches, step)
+        for number in range(microbatches):
+            with microbatch(context, is_last=not tells or number == microbatches - 1):
+                (net(data[number, rank]).square().mean() / microbatches).backward()
+            for each in data[number]:
+                (reference(each).square().mean() / microbatches / num_ranks).backward()
+        for (name, param), (_, wanted) in zip(net.named_parameters(), reference.named_parameters(), strict=True):
+            assert isinstance(param, DTensor)
+            if wanted.grad is None:
+                assert param.grad is None
+                continue
+            assert isinstance(param.grad, DTensor)
+            torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, msg=f"gradient of {name}")
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+        for (name, param), (_, wanted) in zip(net.named_parameters(), reference.named_parameters(), strict=True):
+            torch.testing.assert_close(param.full_tensor(), wanted, msg=name)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_nested_units_are_one_process(strategy: str, microbatches: int) -> None:
+    net, reference = pair()
+    context = shard(net, [strategy], all_units)
+    assert_like_one_process(net, reference, context, microbatches)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_ranks()
+def test_numbers_of_ranks_are_one_process() -> None:
+    net, reference = pair()
+    assert_like_one_process(net, reference, shard(net, ["zero-3"], blocks_and_root), 2)
+
+
+@on_ranks(4)
+def test_units_have_placements_and_meshes_of_their_own() -> None:
+    net, reference = pair(recomputes=True)
+    assert_like_one_process(net, reference, shard(net, list(STRATEGIES), all_units), 2)
+
+
+@pytest.mark.parametrize("strategy", ["zero-1", "zero-3"])
+@on_ranks(2)
+def test_accumulation_needs_no_word(strategy: str) -> None:
+    net, reference = pair()
+    assert_like_one_process(net, reference, shard(net, [strategy], blocks_and_root), 3, tells=False)
+
+
+@on_ranks(2)
+def test_roots_without_a_module_above_them_share_an_engine() -> None:
+    net, reference = (nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))) for _ in range(2))
+    reference.load_state_dict(net.state_dict())
+    for param in net.parameters():
+        dist.broadcast(param.data, 0)
+    for each in reference.parameters():
+        dist.broadcast(each.data, 0)
+    context = shard(net, ["zero-3"], lambda model: list(model))
+    assert [module is root for module, root in zip(net, context.roots, strict=True)] == [True] * 3
+    assert list(context.forward_order) == list(net)
+    assert list(context.backward_order) == list(net)[::-1]
+    assert_like_one_process(net, reference, context, 2)
+
+
+@on_ranks(2)
+def test_frozen_units_and_unused_parameters() -> None:
+    net, reference = pair()
+    for model in (net, reference):
+        model.blocks[0].requires_grad_(False)
+        model.spare = nn.Linear(3, 3)
+        model.spare.load_state_dict({"weight": torch.ones(3, 3), "bias": torch.ones(3)})
+    context = shard(net, ["zero-3"], blocks_and_root)
+    assert net.blocks[0].parameter_groups[0].main_grad is None  # type: ignore[union-attr, operator, index]
+    assert_like_one_process(net, reference, context, 2)
+
+
+@on_ranks(2)
+def test_the_wrapper_gives_the_same_bits() -> None:
+    net, other = pair()
+    shard(net, ["zero-3"], blocks_and_root)
+    wrapped = fully_shard_model(
+        other,
+        device_mesh=mesh_of(1),
+        dp_shard_dim="inner",
+        fsdp_unit_modules=[Block],
+        sync_model_each_microbatch=True,
+        mixed_precision_policy=MixedPrecisionPolicy(),
+    )
+    data = batches(1, 0)[0, dist.get_rank()]
+    for model in (net, wrapped):
+        model(data).square().mean().backward()
+    given = dict(net.named_parameters())
+    for name, param in wrapped.named_parameters():
+        grad, wanted = given[name.removeprefix("module.")].grad, param.grad
+        assert isinstance(grad, DTensor)
+        assert isinstance(wanted, DTensor)
+        assert torch.equal(grad.full_tensor(), wanted.full_tensor())
+
+
+@on_ranks(2)
+def test_a_divisor_divides_the_mean() -> None:
+    torch.manual_seed(0)
+    plain, divided = nn.Linear(4, 4), nn.Linear(4, 4)
+    divided.load_state_dict(plain.state_dict())
+    with fully_shard_context("cpu"):
+        fully_shard(plain, mesh_of(1), placements("zero-3"))
+        fully_shard(divided, mesh_of(1), placements("zero-3"), grad_divisor=4)
+    for module in (plain, divided):
+        module(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(plain.weight.grad.full_tensor(), 4 * divided.weight.grad.full_tensor())  # type: ignore[union-attr]
+    assert divided.parameter_groups[0].grad_divisor == 4  # type: ignore[union-attr, operator, index]
+
+
+@on_ranks(2)
+def test_bfloat16_modules_have_float32_main_weights() -> None:
+    module = nn.Linear(4, 4, bias=False).bfloat16()
+    torch.nn.init.constant_(module.weight, 1.0)
+    with fully_shard_context("cpu"):
+        fully_shard(module, mesh_of(1), placements("zero-3"))
+    (group,) = module.parameter_groups  # type: ignore[operator, misc]
+    assert (module.weight.dtype, group.dtype) == (torch.float32, torch.bfloat16)
+    optimizer = torch.optim.SGD(module.parameters(), lr=2.0**-10)
+    fully_shard_optimizer(optimizer)
+    module(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    # a step that bfloat16 would round away
+    assert module.weight.full_tensor().eq(1 - 2.0**-10).all()  # type: ignore[operator]
+
+
+@on_ranks(2)
+def test_phases_and_names() -> None:
+    net, _ = pair()
+    context = shard(net, ["zero-3"], blocks_and_root)
+    block = net.blocks[1]
+    assert isinstance(block, FsdpModule)
+    assert (block.name, block.is_root(), net.is_root()) == ("blocks.1", False, True)  # type: ignore[operator]
+    assert [type(module).__name__ for module in context.forward_order] == ["ExperimentalFsdpNet"] + [
+        "ExperimentalFsdpBlock"
+    ] * 3
+    seen = []
+    block.outer.register_forward_hook(lambda *_: seen.append(block.phase))
+    loss = net(torch.ones(2, 6)).sum()
+    assert seen == [FsdpModule.Phase.FORWARD]
+    assert all(isinstance(param, DTensor) for param in net.parameters())
+    loss.backward()
+    assert block.phase is FsdpModule.Phase.RESTING
+    tied = {param.fqns for group in net.parameter_groups for param in group.fsdp_parameters}  # type: ignore[union-attr, operator]
+    assert ("first.weight", "head.weight") in tied
+
+
+@pytest.mark.parametrize("change", [None, "zero-1"])
+@on_ranks(2)
+def test_checkpoints_load_into_other_placements(change: str | None, tmp_path: Any) -> None:
+    folder = str(tmp_path)
+    found = []
+    for strategy, number in (("zero-3", 0), (change or "zero-3", 1)):
+        torch.manual_seed(number)
+        net = Net()
+        shard(net, [strategy], blocks_and_root)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        fully_shard_optimizer(optimizer)
+        if number == 0:
+            net(batches(1, 0)[0, dist.get_rank()]).square().mean().backward()
+            optimizer.step()
+            save_checkpoint(net, optimizer, folder)
+        else:
+            load_checkpoint(net, optimizer, folder)
+        state = [optimizer.state[param]["exp_avg"].full_tensor() for param in net.parameters()]
+        found.append([*(param.full_tensor() for param in net.parameters()), *state])  # type: ignore[attr-defined]
+    assert all(map(torch.equal, *found))
+
+
+@on_ranks(2)
+def test_a_deleted_model_frees_its_engine_at_once() -> None:
+    net, _ = pair()
+    context = shard(net, ["zero-3"], all_units)
+    net(torch.ones(2, 6)).sum().backward()
+    engine = weakref.ref(context.engine)
+    gc.collect()
+    gc.disable()
+    try:
+        del net
+        assert engine() is None
+    finally:
+        gc.enable()
+
+
+def refusal(error: type[Exception], call: Callable[[], object]) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+@on_ranks(2)
+def test_bad_input_is_refused_and_changes_nothing() -> None:
+    mesh, zero3 = mesh_of(1), placements("zero-3")
+    alone = nn.Linear(2, 2)
+    assert "inside fully_shard_context" in refusal(RuntimeError, lambda: fully_shard(alone, mesh, zero3))
+    net = Net()
+    with fully_shard_context("cpu") as context:
+        assert "does not support nesting" in refusal(RuntimeError, lambda: fully_shard_context("cpu").__enter__())
+        assert "grad_divisor=0" in refusal(ValueError, lambda: fully_shard(alone, mesh, zero3, grad_divisor=0))
+        fully_shard(net.first, mesh, zero3)
+        assert "is tied to" in refusal(ValueError, lambda: fully_shard(net.head, mesh, zero3))
+        assert type(net.head) is nn.Linear
+        assert "sharded already" in refusal(ValueError, lambda: fully_shard(net.first, mesh, zero3))
+        assert "Exit fully_shard_context" in refusal(RuntimeError, lambda: microbatch(context, True).__enter__())
+    assert "another fully_shard_context" in refusal(ValueError, lambda: _in_context(net, mesh, zero3))
+    assert type(net) is Net
+    assert "load_state_dict(assign=True)" in refusal(RuntimeError, lambda: net.first.load_state_dict({}, assign=True))
+    assert engine_of_module(net.first) is context.engine
+
+
+def _in_context(module: nn.Module, mesh: DeviceMesh, given: Placements) -> None:
+    with fully_shard_context("cpu"):
+        fully_shard(module, mesh, given)
+
+
+@on_ranks(2)
+def test_ranks_that_shard_in_different_ways_hear_of_it() -> None:
+    rank = dist.get_rank()
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def call() -> None:
+        with fully_shard_context("cpu"):
+            fully_shard(net[0], mesh_of(1), placements("zero-3" if rank else "zero-2"))
+
+    assert "parameter weight" in refusal(ValueError, call)
