@@ -233,6 +233,65 @@ def test_a_divisor_divides_the_mean() -> None:
     assert divided.parameter_groups[0].grad_divisor == 4  # type: ignore[union-attr, operator, index]
 
 
+class OneExpert(nn.Module):
+    """A dense linear, and the expert of this rank, which gets the tokens of its ranks."""
+
+    def __init__(self, experts: int, chosen: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(4, 4)
+        made = [nn.Linear(4, 4) for _ in range(experts)]
+        self.experts = nn.ModuleList(made if chosen is None else [made[chosen]])
+
+    def forward(self, x: Tensor, expert: int = 0) -> Tensor:
+        """Run both."""
+        return self.experts[expert](self.dense(x).relu())
+
+
+@on_ranks(4)
+def test_experts_have_a_mesh_of_their_own() -> None:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    chosen = mesh.get_local_rank("ep")
+    model, reference = OneExpert(2, chosen), OneExpert(2)
+    on_axis = Placements(["edp"], [S], [S], [S])
+    with fully_shard_context("cpu"):
+        fully_shard(model.experts[0], mesh["edp"], on_axis, grad_divisor=2)
+        fully_shard(model, init_device_mesh("cpu", (4,)), placements("zero-3"))
+    data = batches(1, 0)[0][..., :4]
+    model(data[rank]).square().mean().backward()
+    for number in range(4):
+        (reference(data[number], number % 2).square().mean() / 4).backward()
+    for name, param in model.named_parameters():
+        wanted = dict(reference.named_parameters())[name.replace("experts.0", f"experts.{chosen}")].grad
+        torch.testing.assert_close(param.grad.full_tensor(), wanted)  # type: ignore[union-attr]
+
+
+@on_ranks(2)
+def test_two_forwards_an_exception_and_an_evaluation() -> None:
+    net, reference = pair()
+    context = shard(net, ["zero-3"], blocks_and_root)
+    data = batches(2, 0)
+    failing = [True]
+
+    def fail_once(*_: object) -> None:
+        if failing:
+            failing.pop()
+            raise ZeroDivisionError
+
+    net.blocks[1].register_forward_pre_hook(fail_once)
+    with pytest.raises(ZeroDivisionError):
+        net(data[0, dist.get_rank()])
+    context.reset()
+    with torch.inference_mode():
+        net(data[0, dist.get_rank()])
+    losses = [net(data[number, dist.get_rank()]).square().mean() for number in range(2)]
+    sum(losses).backward()  # type: ignore[union-attr]
+    for each in data.flatten(0, 1):
+        (reference(each).square().mean() / 2).backward()
+    for param, wanted in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad)  # type: ignore[union-attr]
+
+
 @on_ranks(2)
 def test_bfloat16_modules_have_float32_main_weights() -> None:
     module = nn.Linear(4, 4, bias=False).bfloat16()
@@ -327,10 +386,16 @@ def test_bad_input_is_refused_and_changes_nothing() -> None:
         assert type(net.head) is nn.Linear
         assert "sharded already" in refusal(ValueError, lambda: fully_shard(net.first, mesh, zero3))
         assert "Exit fully_shard_context" in refusal(RuntimeError, lambda: microbatch(context, True).__enter__())
+        assert "Exit fully_shard_context" in refusal(RuntimeError, lambda: net.first(torch.ones(1, 6)))
     assert "another fully_shard_context" in refusal(ValueError, lambda: _in_context(net, mesh, zero3))
     assert type(net) is Net
     assert "load_state_dict(assign=True)" in refusal(RuntimeError, lambda: net.first.load_state_dict({}, assign=True))
     assert engine_of_module(net.first) is context.engine
+    net.first(torch.ones(1, 6))
+    assert "sharded already" in refusal(ValueError, lambda: fully_shard_model(net))
+    of_torch = nn.Linear(2, 2)
+    torch.distributed.fsdp.fully_shard(of_torch, mesh=mesh)
+    assert "sharded by FSDP2" in refusal(ValueError, lambda: _in_context(of_torch, mesh, zero3))
 
 
 def _in_context(module: nn.Module, mesh: DeviceMesh, given: Placements) -> None:

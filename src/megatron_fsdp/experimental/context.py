@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.streams import default_device, resolve_device
@@ -44,13 +45,15 @@ class FsdpContext:
         self.traffic: dict[str, Traffic] = {}  # by mesh dimension
         self._modules: list[weakref.ref[nn.Module]] = []
         self._roots: list[weakref.ref[nn.Module]] = []
+        self._refusals: list[RemovableHandle] = []
         self._engine: weakref.ref[Engine] | None = None
         # Gradients of an axis that is partial between microbatches are reduced with the last one; others at once.
         self.at_once, self.with_last = SyncMode(auto_sync=True), SyncMode(auto_sync=False, is_last_microbatch=True)
 
     def add(self, module: nn.Module) -> None:
-        """Add a sharded module."""
+        """Add a sharded module, which cannot run before the context ends."""
         self._modules.append(weakref.ref(module))
+        self._refusals.append(module.register_forward_pre_hook(lambda *_: self.ensure_finalized()))
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -94,6 +97,8 @@ class FsdpContext:
         answer_for_sharded_parameters(engine)
         log_if_asked(engine)
         self._engine = weakref.ref(engine)
+        for handle in self._refusals:
+            handle.remove()
 
     def reset(self) -> None:
         """Go on after an exception inside a forward or backward; gradients in reduction are dropped. Every rank."""
@@ -102,7 +107,10 @@ class FsdpContext:
     def ensure_finalized(self) -> None:
         """Raise a ScheduleError (a RuntimeError) if the context is still open."""
         if self._engine is None and self._modules:
-            raise ScheduleError("modules of an open context cannot run; Exit fully_shard_context first")
+            raise ScheduleError(
+                "modules of a context that has not ended, or that an exception has ended, cannot run; Exit "
+                "fully_shard_context first, without an exception"
+            )
 
     @property
     def roots(self) -> list[nn.Module]:

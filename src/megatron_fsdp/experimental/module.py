@@ -25,6 +25,7 @@ from megatron_fsdp.sharding.mesh import rank_mesh_of
 from megatron_fsdp.sharding.placement import Placement as OnAxis
 from megatron_fsdp.sharding.placement import Placements as BufferPlacements
 from megatron_fsdp.wrap.in_place import shard_in_place, unit_of
+from megatron_fsdp.wrap.wrap import check_not_wrapped
 
 _CONTEXT = "_fsdp_context"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,6 +61,7 @@ def fully_shard(
     check_policy(policy)
     if type(grad_divisor) is not int or grad_divisor < 1:
         raise ConfigurationError(f"grad_divisor={grad_divisor!r} is no whole number above 0; give 1 or more")
+    check_not_wrapped(module)
     if isinstance(module, FsdpModule):
         raise ConfigurationError(f"this {type(module).__name__} is sharded already; shard a module once")
     for name, inner in module.named_modules():

@@ -20,6 +20,7 @@ from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY, EngineOptions, MemoryOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import FOLDER_VARIABLE, resolve_hang_log
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.delayed_linear import delayed_weight_gradients
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import (
@@ -385,7 +386,11 @@ def check_module(module: nn.Module, init_meta: bool | str) -> None:
     for name in (*params, *dict(module.named_buffers())):
         if has_control_characters(name):
             raise ConfigurationError(f"{name!a} holds control characters, which no key of a checkpoint may; rename it")
-    sharded = [name for name, param in params.items() if hasattr(param, "_megatron_fsdp_model")]
+    sharded = [
+        name
+        for name, param in params.items()
+        if hasattr(param, "_megatron_fsdp_model") or isinstance(param, UnevenDTensor)
+    ]
     if sharded:
         raise ConfigurationError(
             f"the model is sharded already ({len(sharded)} of {len(params)} parameters, such as {sharded[0]}); wrap a "
