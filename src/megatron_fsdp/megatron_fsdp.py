@@ -983,6 +983,7 @@ def _own_config(
         ), policy
     if isinstance(given, DistributedDataParallelConfig):
         given = given.checked_copy()
+        given.use_megatron_fsdp = False  # whoever calls this has chosen it; no note is needed
     config, notes = DistributedDataParallelConfig.read_from(given)
     for note in notes:
         logger.info(note)
