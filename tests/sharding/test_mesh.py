@@ -8,8 +8,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
+from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, make_rank_mesh, rank_mesh_of
 from tests.support.on_ranks import on_ranks
 
 
@@ -143,3 +144,14 @@ def test_what_does_not_fit_together_is_refused() -> None:
     for words, arguments in refusals.items():
         refuses(words, FSDPDistributedIndex, mesh, **arguments)
     refuses("has no dimension names", FSDPDistributedIndex, DeviceMesh("cpu", [0, 1]), dp_shard_dim="dp")
+
+
+@on_ranks(4)
+def test_ranks_are_listed_in_one_order() -> None:
+    for table in ([[0, 1], [2, 3]], [[3, 2], [1, 0]], [[2, 3], [0, 1]]):
+        rank_mesh_of(DeviceMesh("cpu", table), {})
+    # Rank 3 would be second of 0 and 3 along one dimension, but first in its row.
+    mesh = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("outer", "shard"))
+    index = FSDPDistributedIndex(mesh, dp_shard_dim="shard", dp_outer_dim="outer", hybrid_fsdp_group=dist.group.WORLD)
+    refuses("ranks as [[3, 1], [0, 2]], with different orders along dimension 0", rank_mesh_of, mesh, {})
+    refuses("with different orders", make_rank_mesh, index, {"outer": Traffic(), "shard": Traffic()})

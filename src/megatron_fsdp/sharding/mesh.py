@@ -516,6 +516,7 @@ def make_rank_mesh(
     """Build the rank mesh of one kind of parameters from an index."""
     assert index.dp_shard_dim is not None
     names = tuple(name for name in (index.dp_outer_dim, index.dp_shard_dim) if name is not None)
+    check_rank_order(index.get_submesh(names, is_expert))
     axes = tuple(replace(_axis(index, name, traffic[name], is_expert), sums_locally=sums_locally) for name in names)
     tensor_parallel = index.get_submesh((index.tp_dim,), is_expert) if index.tp_dim is not None else None
     described = names if index.tp_dim is None else (*names, index.tp_dim)
@@ -533,12 +534,26 @@ def make_rank_mesh(
     )
 
 
+def check_rank_order(mesh: DeviceMesh) -> None:
+    """Raise if the lines of a mesh along a dimension list ranks in different orders."""
+    # Groups have their ranks in ascending order. In such a mesh the n-th ranks of parallel groups are no line of it,
+    # and ranks with different shards would be reduced together.
+    for dim, length in enumerate(mesh.shape):
+        order = mesh.mesh.argsort(dim).movedim(dim, 0).reshape(length, -1)
+        if not order.eq(order[:, :1]).all():
+            raise ConfigurationError(
+                f"the mesh lists ranks as {mesh.mesh.tolist()}, with different orders along dimension {dim}; list them "
+                "in the same order in all lines of a dimension, such as ascending"
+            )
+
+
 @real_values()
 def rank_mesh_of(mesh: DeviceMesh, traffic: dict[str, Traffic]) -> RankMesh:
     """Build the rank mesh of a data-parallel mesh of one dimension, or of two: outer, then sharding. No communication.
 
     `traffic` holds the counters of each dimension's name; added to.
     """
+    check_rank_order(mesh)
     names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
     groups = [mesh.get_group(dim) if mesh.size(dim) > 1 else None for dim in range(mesh.ndim)]
     axes = tuple(
