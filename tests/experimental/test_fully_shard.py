@@ -309,6 +309,36 @@ def test_bfloat16_modules_have_float32_main_weights() -> None:
 
 
 @on_ranks(2)
+def test_groups_show_their_buffers_and_unshard() -> None:
+    with torch.device("meta"):
+        module = nn.Linear(4, 6, bias=False, dtype=torch.bfloat16)
+    with fully_shard_context("cpu"):
+        fully_shard(module, mesh_of(1), placements("zero-3"))
+    (group,) = module.parameter_groups  # type: ignore[operator, misc]
+    nn.init.constant_(module.weight, 2.0)
+    group.sync_model_weight_from_main_weight()
+    assert group.main_weight.eq(2).sum() == group.model_weight.eq(2).sum() == module.weight.to_local().numel()  # type: ignore[operator]
+    assert (group.main_weight.dtype, group.model_weight.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(module(torch.ones(1, 4, dtype=torch.bfloat16)), torch.full((1, 6), 8.0, dtype=torch.bfloat16))
+    group.unshard_parameters()
+    assert torch.equal(module.weight, torch.full((6, 4), 2.0, dtype=torch.bfloat16))
+    group.reshard_parameters()
+    group.release_unsharded_storage()
+    assert isinstance(module.weight, DTensor)
+    assert module.parameter_groups[0].main_grad is None  # type: ignore[operator, index]
+
+
+@on_ranks(2)
+def test_an_optimizer_from_before_is_refused() -> None:
+    module = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with fully_shard_context("cpu"):
+        fully_shard(module, mesh_of(1), placements("zero-3"))
+    module(torch.ones(1, 4)).sum().backward()
+    assert "SGD holds weight in its param_groups as it was before" in refusal(ValueError, optimizer.step)
+
+
+@on_ranks(2)
 def test_phases_and_names() -> None:
     net, _ = pair()
     context = shard(net, ["zero-3"], blocks_and_root)

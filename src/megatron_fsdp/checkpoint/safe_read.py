@@ -262,7 +262,7 @@ class Operations(dict[int, Callable[[Any], None]]):
 
 
 class RestrictedUnpickler(pickle._Unpickler):
-    """An unpickler with a table of allowed names, which fills only objects of data, and counts what it makes.
+    """An unpickler with a table of allowed names, which fills only objects of data, and counts the objects it makes.
 
     Python's own in C would also set attributes of classes, and reach back into the registrations of other pickles.
     Operations that can do more with a byte than make one small object (copy what was read before, hash keys) are

@@ -130,6 +130,11 @@ def rank_of(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_rank(group) if _is_up(group) else 0
 
 
+def is_first_in(groups: Groups) -> bool:
+    """Return True if this process is the first rank of all groups; None is a group of this rank alone."""
+    return not any(dist.get_rank(group) for group in groups if group is not None)
+
+
 def world_size_of(group: dist.ProcessGroup | None = None) -> int:
     """Return the number of ranks, 1 without torch.distributed; raises as `gather_objects` does."""
     return dist.get_world_size(group) if _is_up(group) else 1

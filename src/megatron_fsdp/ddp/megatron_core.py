@@ -160,7 +160,7 @@ class MegatronCalls(MegatronFSDP):
             self._engine.gathers_at_once = not wanted
 
     def reset_param_sync_dispatch_state(self) -> None:
-        """Let the next forward install and gather all weights anew, as after the replay of a CUDA graph.
+        """Install and gather all weights anew in the next forward, as after the replay of a CUDA graph.
 
         Raises:
             CallOrderError: A gather is in flight; also an AssertionError.

@@ -244,7 +244,7 @@ class _OneProcess:
     # ---- the right values ---------------------------------------------------------------------------------------
 
     def _train(self, initial: Values, *, by_slices: bool) -> tuple[dict[Place, Values], dict[Place, Values]]:
-        """Run all steps, and record what each after the first would give with the weights before the last update."""
+        """Run all steps; return their values, and those of each later step under the weights before the last update."""
         task, trainee = self.task, self.trainee
         values, stale = dict[Place, Values]({(INITIAL, 0): initial}), dict[Place, Values]()
         weights, share = [initial], task.share_of_rank(self.num_ranks) if by_slices else 1.0

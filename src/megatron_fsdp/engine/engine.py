@@ -151,7 +151,6 @@ class Engine:
         self._unreduced = UnreducedGradients()
         self.full_units: set[int] = set()  # units whose modules show copies of the full parameters
         self.open_pass = ""  # the iteration over full tensors that was begun, and is neither exhausted nor closed
-        self.weights_version = 0  # how often main weights were installed since the model was sharded
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._agreed_params: set[int] = set()  # ids of parameters whose use ranks agreed on before a change
         self._agreed_since_change = False  # there was a sync since parameters were last frozen or unfrozen
@@ -455,7 +454,6 @@ class Engine:
             for unit in self.units:
                 unit.install_main_weights()
         self.stepped = False
-        self.weights_version += 1
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
@@ -660,11 +658,13 @@ class Engine:
 
     def _finalise(self) -> None:
         """End a backward whose reductions are done."""
+        if self.syncs:
+            self.finish_grad_sync()
+            return
         syncing = [unit for unit in self.units if unit.mode.syncs]
         if syncing:
             self._sync_gradients(syncing)
-        if len(syncing) < len(self.units):
-            self.microbatch_count += 1
+        self.microbatch_count += 1
 
     def finish_grad_sync(self) -> None:
         """Reduce all deferred gradients, wait for them, and set `.grad`."""

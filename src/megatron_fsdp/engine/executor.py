@@ -172,7 +172,7 @@ class Executor:
         observers = self.observers
         for action, unit_index, slot in operations:
             unit = self._units[unit_index]
-            scope = sync_scope or unit.sync_scope
+            scope = (sync_scope or unit.sync_scope) if action is _REDUCE else SyncScope.NOWHERE
             # Only what is sent counts, so not a deferred reduction. See Note [What ranks agree on, and when].
             if action is _UNSHARD or (action is _REDUCE and scope is not SyncScope.NOWHERE):
                 self._fold(action, unit_index)

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as TensorPlacement
 
+from megatron_fsdp.comm.agreement import is_first_in
 from megatron_fsdp.comm.axis import Axis, real_values
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.config.engine_options import EngineOptions
@@ -551,7 +552,7 @@ class ModelSharding:
     @property
     def is_first(self) -> bool:
         """True if this is the first rank of the model."""
-        return not any(dist.get_rank(group) for group in self.reaching_all if group is not None)
+        return is_first_in(self.reaching_all)
 
     def over_own_groups(self) -> tuple[ModelSharding, OwnGroups]:
         """Return the sharding on process groups of its own along each data-parallel axis; collective, by all ranks."""
@@ -598,25 +599,41 @@ def plan_groups(
     """
     originals = dict(module.named_parameters())
     known: dict[object, GroupPlan] = {}
-
-    def plan_group(spec: ParameterGroupSpec) -> GroupPlan:
-        first = spec.parameters[0].name
-        own = sharding.of(first, originals[first])
-        parts = tuple(
-            part_of(info.name, originals[info.name], own.rank_mesh.tensor_parallel) for info in spec.parameters
-        )
-        alike = (spec.key, tuple(info.shape for info in spec.parameters), parts)
-        if alike not in known:
-            known[alike] = own.plan_group(spec, parts)
-        return replace(known[alike], spec=spec)
-
     planned = []
     for unit_index, unit in enumerate(plan.units):
-        specs = group_parameters(
-            [parameter_info(name, originals[name], sharding, unit.modules) for name in unit.parameters]
-        )
-        planned.append(list(map(plan_group, specs if unit_index else cut_groups(specs, root_group_numel))))
+        params = {name: originals[name] for name in unit.parameters}
+        planned.append(plan_unit(params, unit.modules, sharding, known, None if unit_index else root_group_numel))
     return _with_offload(planned, sharding.options.offload)
+
+
+def plan_unit(
+    params: Mapping[str, nn.Parameter],
+    unit_modules: Sequence[str],
+    sharding: ModelSharding,
+    known: dict[object, GroupPlan],
+    group_numel: int | None = None,
+) -> list[GroupPlan]:
+    """Plan the parameter groups of one unit.
+
+    Args:
+        params: Its parameters by name; only their metadata is read.
+        unit_modules: The paths of its modules.
+        sharding: How parameters are sharded.
+        known: Plans of groups before this one, which are reused where groups are alike; added to.
+        group_numel: The elements at which groups are cut; None: they are not.
+    """
+    infos = [parameter_info(name, param, sharding, unit_modules) for name, param in params.items()]
+    planned = []
+    for spec in cut_groups(group_parameters(infos), group_numel):
+        first = spec.parameters[0].name
+        own = sharding.of(first, params[first])
+        tensor_parallel = own.rank_mesh.tensor_parallel
+        parts = tuple(part_of(info.name, params[info.name], tensor_parallel) for info in spec.parameters)
+        alike = (own, spec.key, tuple(info.shape for info in spec.parameters), parts)
+        if alike not in known:
+            known[alike] = own.plan_group(spec, parts)
+        planned.append(replace(known[alike], spec=spec))
+    return planned
 
 
 def _with_offload(planned: list[list[GroupPlan]], offload: Offload) -> list[list[GroupPlan]]:

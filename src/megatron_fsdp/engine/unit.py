@@ -136,7 +136,7 @@ class Unit:
         return {key: tuple(names) for key, names in found.items()}
 
     def find_gathered(self) -> None:
-        """Note the memory that all-gathers write, where that does not live in slots."""
+        """Set the memory that all-gathers write for units that live in no slot."""
         self.gathered: list[torch.Tensor] = [group.weights.compute.local for group in self.groups]
 
     @property

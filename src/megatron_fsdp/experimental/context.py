@@ -1,10 +1,11 @@
-"""`FsdpContext`: the modules that are sharded one by one, and what they have in common."""
+"""`FsdpContext`: modules that are sharded one by one and share an engine."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from megatron_fsdp.hang.watch import log_if_asked
 from megatron_fsdp.optim.optimizer import watch_optimizers
 from megatron_fsdp.wrap.in_place import KnownPlans, finish_in_place, outermost_units, unit_of, units_inside
 
-_OPEN: list[weakref.ref[FsdpContext]] = []  # the context that is open, if any
+_OPEN: ContextVar[FsdpContext | None] = ContextVar("fully_shard_context", default=None)
 
 
 class FsdpContext:
@@ -141,7 +142,7 @@ def open_context() -> FsdpContext:
     Raises:
         ScheduleError: None is (a RuntimeError).
     """
-    found = _OPEN[-1]() if _OPEN else None
+    found = _OPEN.get()
     if found is None:
         raise ScheduleError("fully_shard has to be called inside fully_shard_context; open one around all calls")
     return found
@@ -168,22 +169,22 @@ def fully_shard_context(
         ScheduleError: Another context is open (a RuntimeError).
         ConfigurationError: At the end of the block: ranks have sharded different modules.
     """
-    if _OPEN:
+    if _OPEN.get() is not None:
         raise ScheduleError("fully_shard_context does not support nesting; shard all modules inside one context")
     if unify_communication_stream:
         warn_caller("unify_communication_stream=True has no effect: gathers and reductions keep streams of their own")
     context = FsdpContext(resolve_device(device, default_device().type), use_symmetric_memory)
-    _OPEN.append(weakref.ref(context))
+    token = _OPEN.set(context)
     try:
         yield context
     finally:
-        _OPEN.clear()
+        _OPEN.reset(token)
     context.finalize()
 
 
 @contextmanager
 def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
-    """Say in this block whether the next backward is the last of its step; restore what was said before.
+    """Mark the backwards in this block as the last of their step, or not; restore the mark from before.
 
     Raises:
         ScheduleError: The context is still open (a RuntimeError).

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
@@ -20,6 +19,7 @@ from megatron_fsdp.engine.memory import FlatBuffer, allocate
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, shortened
 from megatron_fsdp.experimental.lcm_layout import plan_lcm_layout
 from megatron_fsdp.experimental.placement import Flat, axis_index, check_placements
+from megatron_fsdp.sharding.mesh import rank_mesh_of
 from megatron_fsdp.sharding.placement import Placement as OnAxis
 from megatron_fsdp.sharding.placement import held_region
 from megatron_fsdp.sharding.shards import BufferCut, MeshUse, ShardDescription
@@ -67,12 +67,7 @@ class DBuffer:
 
     def _prepare(self, mesh: DeviceMesh, placements: Iterable[Placement], shapes: Iterable[Sequence[int]]) -> None:
         self.mesh = mesh
-        for dim in range(mesh.ndim):
-            if mesh.size(dim) > 1 and mesh.get_local_rank(dim) != dist.get_rank(mesh.get_group(dim)):
-                raise NotSupportedYetError(
-                    f"{mesh} lists ranks in another order than their groups; build it of ascending ranks"
-                )
-        self._axes = tuple(_axis(mesh, dim) for dim in range(mesh.ndim))
+        self._axes = rank_mesh_of(mesh, {}).axes
         self.layout = plan_lcm_layout(tuple(shapes), mesh.size())
         self._place(check_placements(placements, mesh.ndim))
 
@@ -362,12 +357,6 @@ def _as_target(placement: Placement) -> Placement:
     if placement != Flat():
         raise NotSupportedYetError(f"the target {placement!r} is not supported; a buffer is scattered to Shard(0) only")
     return placement
-
-
-def _axis(mesh: DeviceMesh, dim: int) -> Axis:
-    group = mesh.get_group(dim) if mesh.size(dim) > 1 else None
-    # Not the coordinate on the mesh: a mesh may list ranks out of order, and its group has them in order.
-    return Axis(group, 0 if group is None else dist.get_rank(group), mesh.size(dim))
 
 
 def _current_stream(device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""`fully_shard` of one module in place, and what a sharded module offers."""
+"""`fully_shard` of one module in place, and the class of a sharded module."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class FsdpModule(nn.Module):
     """A module that `fully_shard` has sharded in place; its class is a subclass of this and of what it was."""
 
     class Phase(enum.Enum):
-        """What a sharded module is doing."""
+        """Phases of a sharded module."""
 
         RESTING = "resting"
         FORWARD = "forward"
@@ -166,7 +166,7 @@ class FsdpModule(nn.Module):
 
     @property
     def phase(self) -> Phase:
-        """What the module is doing: its forward, its backward, or nothing."""
+        """The phase of the module: its forward or backward runs, or it rests."""
         engine, unit = self.context.engine, self._unit
         if engine.scheduler.forward_depth(unit.index):
             return self.Phase.BACKWARD if engine.scheduler.in_backward else self.Phase.FORWARD
@@ -260,7 +260,7 @@ class GroupView:
 
     @property
     def grad_divisor(self) -> float:
-        """What the mean of the gradients is divided by."""
+        """The divisor of the mean over all ranks of the mesh."""
         sharding = self._group.plan.sharding
         assert sharding is not None
         return sharding.divisor / sharding.rank_mesh.num_ranks

@@ -253,11 +253,10 @@ def _stream(engine: Engine, entries: Sequence[Entry], bucket_bytes: int) -> Iter
     for (_, dtype, _), run in alike:
         for bucket in cut_into_buckets(run, bucket_bytes // 2, dtype):
             check_unwritten(engine, bucket)
-            full = gather(bucket, dtype, bucket_bytes // 2)
-            assert full is not None  # without a receiver all ranks get it
+            full = gather(bucket, bucket_bytes // 2)
             full.reverse()
             for entry in bucket:
-                yield entry.name, full.pop()[0]
+                yield entry.name, full.pop()
 
 
 def check_unwritten(engine: Engine, entries: Iterable[Entry]) -> None:

@@ -7,28 +7,25 @@ weights of ranks or communicates before `finish_in_place`.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, looked_up, parameter_info, part_of
+from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, looked_up, plan_unit
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all
-from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, group_parameters, parameter_owners
-from megatron_fsdp.wrap.optimizer_checks import held_parameters
+from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, parameter_owners
+from megatron_fsdp.wrap.optimizer_checks import replaced_name
 from megatron_fsdp.wrap.shard_unit import KnownSpecs, ModuleEvents, Ranks, finish, shard_unit
 
-_UNIT, _ENGINE = "_fsdp_unit", "_fsdp_engine"  # where a module keeps what it owns
-_TAKEN = "_fsdp_taken_by"  # on an original parameter: the label of the unit that has taken it
+_UNIT, _ENGINE = "_fsdp_unit", "_fsdp_engine"  # in the dictionary of a module that owns them
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -60,8 +57,8 @@ def shard_in_place(
 ) -> Unit:
     """Shard the parameters that modules own together, as one unit, on this rank alone.
 
-    Those are all parameters of the modules and of the modules inside, but for what an earlier call has taken, and for
-    modules that are units themselves. If it fails, everything is as before.
+    These are the parameters of the modules and of all modules inside, except those of units inside. If it fails,
+    everything is as before.
 
     Args:
         modules: One module, or several that are gathered with the first of them.
@@ -78,22 +75,9 @@ def shard_in_place(
     paths = {"": modules[0]} if len(modules) == 1 else {str(index): each for index, each in enumerate(modules)}
     owned = _owned_parameters(tree, ignored)
     _check_parameters(owned, label)
-    lookups = looked_up(tree)
-    model = ModelSharding(sharding, lookups=lookups)
-    infos = [parameter_info(name, param, model, tuple(paths)) for name, param in owned.items()]
-    plans = []
-    for spec in group_parameters(infos):
-        mesh = sharding.rank_mesh.tensor_parallel
-        parts = tuple(part_of(info.name, owned[info.name], mesh) for info in spec.parameters)
-        alike = (sharding, spec.key, tuple(info.shape for info in spec.parameters), parts)
-        if alike not in known.plans:
-            known.plans[alike] = sharding.plan_group(spec, parts)
-        plans.append(replace(known.plans[alike], spec=spec))
-    originals = list(owned.values())
-    owners = {key: found for key, found in parameter_owners(tree).items() if key in set(map(id, originals))}
-    unit = shard_unit(label, paths, plans, owned, owners, mode, known.specs)
-    for original in originals:
-        setattr(original, _TAKEN, label)
+    model = ModelSharding(sharding, lookups=looked_up(tree))
+    plans = plan_unit(owned, tuple(paths), model, known.plans)
+    unit = shard_unit(label, paths, plans, owned, parameter_owners(tree), mode, known.specs)
     for module in modules:
         module.__dict__[_UNIT] = unit
     return unit
@@ -118,10 +102,10 @@ def _owned_parameters(tree: nn.Module, ignored: frozenset[int]) -> dict[str, nn.
 
 def _check_parameters(params: Mapping[str, nn.Parameter], label: str) -> None:
     for name, param in params.items():
-        if (taken := getattr(param, _TAKEN, None)) is not None or hasattr(param, _ENGINE):
+        if (taken := replaced_name(param)) is not None:
             raise ConfigurationError(
-                f"{name} of {label} is tied to a parameter that another unit owns ({taken or 'sharded'}), and would be "
-                "two parameters from now on; shard the modules that share it by one call"
+                f"{name} of {label} is tied to {taken}, which another unit owns already, and would be two parameters "
+                "from now on; shard the modules that share it by one call"
             )
         if isinstance(param, UninitializedParameter):
             raise ConfigurationError(
@@ -170,32 +154,12 @@ def finish_in_place(roots: Sequence[nn.Module], options: EngineOptions, mode: Sy
         by_path,
         ranks,
         replace(options, memory=memory),
-        check_optimizer=_refusal_of_originals(),
         events=ModuleEvents(),
     )
     for root in roots:
         for _, module, _ in units_inside(root):
             module.__dict__[_ENGINE] = engine
     return engine
-
-
-def _refusal_of_originals() -> Callable[[torch.optim.Optimizer], None]:
-    """Return a check that raises for an optimizer that holds parameters from before the sharding."""
-    right: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-    def check(optimizer: torch.optim.Optimizer) -> None:
-        if optimizer in right:
-            return
-        held = [label for _, param in held_parameters(optimizer) if (label := getattr(param, _TAKEN, None)) is not None]
-        if held:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} holds {len(held)} parameters (such as one of a {held[0]}) as they were "
-                "before their module was sharded, where no gradient comes, so its steps train nothing; build the "
-                "optimizer on model.parameters() after fully_shard"
-            )
-        right.add(optimizer)
-
-    return check
 
 
 def _located(roots: Mapping[str, nn.Module], mode: SyncMode) -> tuple[tuple[Unit, ...], tuple[UnitSpec, ...]]:

@@ -12,35 +12,43 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.errors import ConfigurationError
 
+_REPLACED = "_fsdp_replaced"  # on a parameter that sharding has taken out of a module: its name
 
-class ReplacedParameters:
-    """The original parameters that sharding took out of a model; they get no gradient any more."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._by_id = {id(param): (weakref.ref(param), name) for name, param in module.named_parameters()}
+def mark_replaced(name: str, param: nn.Parameter) -> None:
+    """Mark an original parameter that sharding took out of a module; it gets no gradient any more."""
+    setattr(param, _REPLACED, name)
+
+
+def replaced_name(param: torch.Tensor) -> str | None:
+    """Return the name of a parameter that sharding took out of a module; None for any other."""
+    name: str | None = getattr(param, _REPLACED, None)
+    return name
+
+
+class OptimizerCheck:
+    """Check for optimizers that hold parameters from before the sharding, which would train nothing."""
+
+    def __init__(self) -> None:
         self._right: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer holds such parameters: it would train nothing. One with none is not searched again.
+    def __call__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer holds such parameters. One with none is not searched again.
 
         One with a gradient is in use elsewhere, by another module that shares it and was not sharded, say.
         """
         if optimizer in self._right:
             return
-        held = [(where, param) for where, param in held_parameters(optimizer) if self._name(param) is not None]
+        held = [(where, param) for where, param in held_parameters(optimizer) if replaced_name(param) is not None]
         if not held:
             self._right.add(optimizer)
         for where, param in held:
             if param.grad is None and param.requires_grad:
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__} holds {self._name(param)} in {where} as it was before the model was "
-                    "sharded, where no gradient comes, so its steps train nothing; hand model and optimizer to "
-                    "fully_shard together, or build the optimizer on model.parameters() after fully_shard_model"
+                    f"{type(optimizer).__name__} holds {replaced_name(param)} in {where} as it was before the model "
+                    "was sharded, where no gradient comes, so its steps train nothing; hand model and optimizer to "
+                    "fully_shard together, or build the optimizer on model.parameters() after the model is sharded"
                 )
-
-    def _name(self, param: torch.Tensor) -> str | None:
-        reference, name = self._by_id.get(id(param), (None, ""))
-        return name if reference is not None and reference() is param else None
 
 
 def check_keeps_no_copies(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:

@@ -6,7 +6,7 @@ are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.comm.agreement import raise_together
+from megatron_fsdp.comm.agreement import is_first_in, raise_together
 from megatron_fsdp.comm.axis import backend_of, is_simulated
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.registration import UserBuffers
@@ -39,6 +39,7 @@ from megatron_fsdp.formats.tensor_extensions import ExtensionQuantizer, tensor_e
 from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.units import ParameterOwners, UnitPlan
 from megatron_fsdp.state.state_dict import convert_expert_names, describe_in_state_dicts
+from megatron_fsdp.wrap.optimizer_checks import OptimizerCheck, mark_replaced
 
 DOING = "sharding the model"
 """In messages, where a rank cannot go on."""
@@ -71,7 +72,7 @@ def shard_unit(
         known: Shard specs of groups that were sharded before; added to.
         index: Its position among the units, where that is known already.
     """
-    groups, held_by = [], []
+    groups, held_by, replaced = [], [], []
     for plan in plans:
         specs = tuple(spec.for_another() for spec in known.get(id(plan.layout), ()))
         if not specs:
@@ -79,10 +80,12 @@ def shard_unit(
         originals = [parameters.pop(info.name) for info in plan.spec.parameters]
         held_by.append([owners.pop(id(original)) for original in originals])
         groups.append(ParameterGroup(plan, originals, specs, _quantizer(plan, originals, held_by[-1])))
-        del originals  # so that a unit exists twice, and not a model
+        replaced += [(info.name, original) for info, original in zip(plan.spec.parameters, originals, strict=True)]
     by_owner = [[[Owner.of(*place) for place in places] for places in of_group] for of_group in held_by]
     unit = Unit(index, name, groups, by_owner, modules, mode)
     unit.to_sharded()
+    for original_name, original in replaced:
+        mark_replaced(original_name, original)
     describe_in_state_dicts(unit, modules.values())
     return unit
 
@@ -127,7 +130,7 @@ class Ranks:
     @property
     def is_first(self) -> bool:
         """True if this is the first rank of the model."""
-        return not any(dist.get_rank(group) for group in self.reaching_all if group is not None)
+        return is_first_in(self.reaching_all)
 
 
 def finish(
@@ -137,7 +140,6 @@ def finish(
     ranks: Ranks,
     options: EngineOptions,
     *,
-    check_optimizer: Callable[[torch.optim.Optimizer], None],
     events: ModuleEvents,
     expert_names: ExpertNames | None = None,
     delayed: WeightGradientQueue | None = None,
@@ -150,7 +152,6 @@ def finish(
         roots: The outermost sharded modules, by their path; the root alone has the empty one.
         ranks: The ranks of the model.
         options: The options of the model.
-        check_optimizer: Raises for an optimizer that cannot train the model.
         events: The source of the engine's events.
         expert_names: Names of experts in checkpoints of all ranks.
         delayed: The queue of weight gradients that are computed at the end of backward.
@@ -177,7 +178,7 @@ def finish(
         rank_meshes=ranks.meshes,
         reaching_all=ranks.reaching_all,
         structure=StructureCheck(roots, units),
-        check_optimizer=check_optimizer,
+        check_optimizer=OptimizerCheck(),
         expert_names=ExpertNames() if expert_names is None else expert_names,
         delayed=delayed,
         gradient_checks=_gradient_checks(units, ranks, options),

@@ -60,7 +60,6 @@ from megatron_fsdp.wrap.meta_init import (
     materialise,
     same_random_numbers,
 )
-from megatron_fsdp.wrap.optimizer_checks import ReplacedParameters
 from megatron_fsdp.wrap.shard_unit import DOING, KnownSpecs, ModuleEvents, Ranks, finish, shard_unit
 
 
@@ -133,7 +132,6 @@ def assemble(
 ) -> Engine:
     """Shard a model in place; raise if it, or the combination of options, cannot be sharded. Collective."""
     options.check_capture()
-    replaced = ReplacedParameters(module)
     with delayed_weight_gradients(module) if options.delay_wgrad_compute else nullcontext() as delayed:
         sharding = _sharding(options, dist_index, device)
         plan, formats = _plan_together(module, grouping, sharding, mode)
@@ -160,7 +158,6 @@ def assemble(
                     own_groups=own_groups,
                 ),
                 options,
-                check_optimizer=replaced.check,
                 events=grouping,
                 expert_names=find_expert_names(units, experts, dist_index.expt_device_mesh),
                 delayed=delayed,
