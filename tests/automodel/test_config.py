@@ -22,6 +22,7 @@ from megatron_fsdp.automodel.config import (
     check_config,
     resolve_sizes,
 )
+from megatron_fsdp.automodel.multimodal import MultimodalDistributedConfig
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, ParallelSizeError
 
 # ruff: noqa: UP006, UP045
@@ -42,6 +43,8 @@ FSDP2_FIELDS: dict[str, tuple[Any, Any]] = {
     "fsdp2_backward_prefetch_depth": (int, 2),
     "fsdp2_forward_prefetch_depth": (int, 1),
     "reshard_after_forward": (Optional[bool], None),
+    "activation_checkpointing_scope": (Any, ("all",)),
+    "multimodal": (MultimodalDistributedConfig, MultimodalDistributedConfig()),
 }
 MEGATRON_FIELDS: dict[str, tuple[Any, Any]] = {
     "sequence_parallel": (bool, False),
@@ -64,13 +67,18 @@ MEGATRON_FIELDS: dict[str, tuple[Any, Any]] = {
     "deterministic": (Optional[str], None),  # of this package only
     "offload": (Any, None),  # of this package only
     "weight_format": (Any, None),  # of this package only
+    "report_nan_in_param_grad": (bool, False),
 }
 DDP_FIELDS: dict[str, tuple[Any, Any]] = {
     "activation_checkpointing": (bool | str, False),
     "backend": (str, "nccl"),
-    "find_unused_parameters": (bool, True),
+    "find_unused_parameters": (bool, False),
     "static_graph": (bool, False),
-    "bucket_cap_mb": (Optional[int], None),
+    "bucket_cap_mb": (Optional[float], None),
+    "broadcast_buffers": (bool, False),
+    "gradient_as_bucket_view": (bool, False),
+    "autocast_dtype": (Optional[torch.dtype], None),
+    "activation_checkpointing_scope": (Any, ("all",)),
 }
 
 PUBLISHED = [(FSDP2Config, FSDP2_FIELDS), (MegatronFSDPConfig, MEGATRON_FIELDS), (DDPConfig, DDP_FIELDS)]
@@ -87,7 +95,9 @@ def test_fields_and_their_dictionary_have_the_published_names_order_types_and_de
 ) -> None:
     fields = dataclasses.fields(kind)
     assert [field.name for field in fields] == list(published)
-    assert {field.name: (field_type(kind, field.name), field.default) for field in fields} == published
+    assert {field.name: field_type(kind, field.name) for field in fields} == {
+        name: hint for name, (hint, _) in published.items()
+    }
     assert typing.get_type_hints(kind.to_dict)["return"] == dict[str, Any]
     expected = {name: default for name, (_, default) in published.items()}
     if kind is FSDP2Config:
@@ -179,7 +189,7 @@ PARTS = "give True, False, 'full' or 'selective'"
         (MegatronFSDPConfig, "megatron_fsdp_unit_modules", ["a.B", {"a.B"}, 3, [3], [""], [None]], UNITS),
         (MegatronFSDPConfig, "activation_checkpointing", [None], PARTS),
         (DDPConfig, "activation_checkpointing", ["some"], PARTS),
-        (DDPConfig, "bucket_cap_mb", [0, True], "give MiB, 1 or more, or None"),
+        (DDPConfig, "bucket_cap_mb", [0, -1.5, True, "25"], "give MiB, more than 0, or None"),
     ],
 )
 def test_value_of_another_type_or_range_is_refused(kind: Any, name: str, values: list[Any], wanted: str) -> None:

@@ -6,6 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -254,20 +255,19 @@ def test_fsdp2_trains_over_each_of_the_meshes_as_one_process_does() -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @on_ranks(1)
-def test_nccl_without_accelerator_warns_and_falls_back() -> None:
-    with pytest.warns(UserWarning, match=r"backend='nccl', but there is no accelerator.*backend='gloo'") as caught:
-        assert set_up_ranks("nccl") == torch.device("cpu")
-    assert caught[0].filename == __file__
+def test_the_back_end_of_a_group_says_where_ranks_compute() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert set_up_ranks("gloo") == torch.device("cpu")
-    for config in (FSDP2Config(), MegatronFSDPConfig()):
-        with groups_destroyed(), pytest.warns(UserWarning, match=r"no accelerator"):
-            mesh, _ = create_device_mesh(config)
-        assert mesh is not None
-        assert mesh.device_type == "cpu"
-    with pytest.warns(UserWarning, match=r"no accelerator"):
+        assert set_up_ranks("nccl") == torch.device("cpu")
+        for config in (FSDP2Config(), MegatronFSDPConfig()):
+            with groups_destroyed():
+                mesh, _ = create_device_mesh(config)
+            assert mesh is not None
+            assert mesh.device_type == "cpu"
         assert DDPManager(DDPConfig()).device == torch.device("cpu")
+    message = r"backend='nccl', but there is no accelerator.*backend='gloo'"
+    with mock.patch.object(dist, "get_backend", return_value="fake"), pytest.warns(UserWarning, match=message):
+        assert set_up_ranks("nccl") == torch.device("cpu")
 
 
 ALONE = """
@@ -376,15 +376,14 @@ def test_contexts_describe_meshes_that_exist() -> None:
 def test_flags_of_ddp_have_their_effect_and_train_as_one_process() -> None:
     with groups_destroyed():
         for fields in (
-            {"find_unused_parameters": False},
+            {"find_unused_parameters": True},
             {"static_graph": True},
-            {"bucket_cap_mb": 1},
+            {"bucket_cap_mb": 0.5, "broadcast_buffers": True, "gradient_as_bucket_view": True},
             {"activation_checkpointing": "selective"},
         ):
             model = managed(strategy("ddp", **fields), build("llama"))
-            assert model.find_unused_parameters == (
-                "find_unused_parameters" not in fields and "static_graph" not in fields
-            )
+            for name in ("find_unused_parameters", "broadcast_buffers", "gradient_as_bucket_view"):
+                assert getattr(model, name) == fields.get(name, False)
             assert model.static_graph == ("static_graph" in fields)
             assert model.bucket_bytes_cap == fields.get("bucket_cap_mb", 25) * 2**20
             assert_trained_alike(train(model), reference("llama"))

@@ -56,7 +56,8 @@ def test_replicas_average_beside_parameters_that_nobody_uses(tmp_path: Path) -> 
     once(lambda: plain.save_pretrained(tmp_path))
     plain(**image_batch(plain), use_cache=False).logits.square().mean().backward()
     expected = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
-    model = load(tmp_path, "ddp", AutoModelForImageTextToText)
+    config = strategy("ddp", find_unused_parameters=True)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, distributed_config=config)
     own = {key: value.chunk(2)[dist.get_rank()] for key, value in image_batch(model.module).items()}
     for _ in range(2):
         model.zero_grad()
@@ -64,6 +65,9 @@ def test_replicas_average_beside_parameters_that_nobody_uses(tmp_path: Path) -> 
     found = {plain_name(key): param.grad for key, param in model.named_parameters()}
     assert None in found.values()
     assert_equal_tensors({name: found[name] for name in expected}, expected, 1e-4, 1e-6)
+    looks_once = load(tmp_path, "ddp", AutoModelForImageTextToText)
+    assert "vision_tower" in (message := refusal(looks_once, **own, use_cache=False, error=ConfigurationError))
+    assert "set DDPConfig.find_unused_parameters=True, or freeze them" in message
 
 
 @on_ranks(2)

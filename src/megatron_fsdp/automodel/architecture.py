@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,17 @@ def find_layers(model: nn.Module) -> Layers:
             "nothing to shard or split by layers; give a decoder model of transformers, or use fully_shard_model"
         )
     return Layers(*max(lists, key=lambda entry: len(entry[1])))
+
+
+def lists_of_layers(module: nn.Module) -> Iterator[nn.ModuleList | nn.ModuleDict]:
+    """Yield the outermost lists of modules with a forward of their own: no lists of lists, and none inside layers."""
+    for child in module.children():
+        holds_lists = any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in child.children())
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and not holds_lists:
+            if any(True for _ in child.parameters()):
+                yield child
+        else:
+            yield from lists_of_layers(child)
 
 
 def parameter_names(model: nn.Module) -> dict[str, list[str]]:

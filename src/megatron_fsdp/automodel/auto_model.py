@@ -28,6 +28,7 @@ from megatron_fsdp.automodel.config import (
     DistributedConfig,
     FSDP2Config,
     MegatronFSDPConfig,
+    MoEParallelizerConfig,
     check_config,
     resolve_sizes,
 )
@@ -44,7 +45,7 @@ from megatron_fsdp.checkpoint.hf.live import unwrap
 from megatron_fsdp.checkpoint.report import LoadReport, decided_by_first, together
 from megatron_fsdp.comm.agreement import agreed
 from megatron_fsdp.config.hf_config import build_from_config, read_config
-from megatron_fsdp.errors import CheckpointError, ConfigurationError, warn_caller
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, NotSupportedYetError, warn_caller
 from megatron_fsdp.optional_packages import require
 
 transformers: Any = require("transformers", "megatron_fsdp.automodel")
@@ -56,6 +57,7 @@ _COMPARED = (
     "device_mesh",
     "moe_mesh",
     "pipeline_config",
+    "moe_parallel_config",
     "peft_config",
     "dtype",
     "attn_implementation",
@@ -64,9 +66,22 @@ _COMPARED = (
 """Arguments that have to be the same on every rank; functions among the others cannot be compared."""
 
 
+_NOT_YET: Mapping[str, str] = {
+    "quantization_config": "weights are trained in floating point; give MegatronFSDPConfig(weight_format='fp8') to "
+    "gather them in few bits",
+    "fp8_config": "give MegatronFSDPConfig(weight_format='fp8_compute'), whose linears multiply float8 weights",
+    "qat_config": "train in floating point, and quantise the saved files",
+    "compile_config": "give FSDP2Config(enable_compile=True), which compiles the layers",
+}
+"""Arguments of NeMo AutoModel that are not supported, and what to use instead."""
+
+
 def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
     """Replace omitted arguments by the setup's or by the default strategy."""
     setup: DistributedSetup | None = given["distributed_setup"]
+    given = dict(given)
+    if given.get("torch_dtype") is not None:
+        given["dtype"] = given["torch_dtype"]
     if setup is not None:
         return {**given, **setup.arguments()}
     strategy = given["distributed_config"]
@@ -93,11 +108,14 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
             "out, and register classes of your own with transformers first (AutoConfig.register, "
             "AutoModelForCausalLM.register)"
         )
+    for name, instead in _NOT_YET.items():
+        if given.get("config_overrides", {}).get(name) is not None:
+            raise NotSupportedYetError(f"{name} is not supported yet: {instead}")
     sizes = [name for name in SIZE_NAMES if given[name] is not None]
-    others = ("distributed_config", "pipeline_config", "device_mesh", "moe_mesh")
+    others = ("distributed_config", "pipeline_config", "moe_parallel_config", "device_mesh", "moe_mesh")
     if given["distributed_setup"] is not None and (sizes or any(given[name] is not None for name in others)):
         raise ConfigurationError(
-            "distributed_setup replaces distributed_config, sizes, meshes and pipeline_config, and some "
+            "distributed_setup replaces distributed_config, sizes, meshes and options of stages and experts, and some "
             "of these are given; leave them out, or pass **distributed_setup.arguments() and change that"
         )
     mesh, moe_mesh = given["device_mesh"], given["moe_mesh"]
@@ -138,8 +156,10 @@ class _AutoModel:
         moe_mesh: DeviceMesh | None = None,
         distributed_setup: DistributedSetup | None = None,
         pipeline_config: PipelineConfig | None = None,
+        moe_parallel_config: MoEParallelizerConfig | None = None,
         peft_config: Any = None,
         dtype: torch.dtype | str | None = "auto",
+        torch_dtype: torch.dtype | str | None = None,
         attn_implementation: str | None = None,
         config: Any = None,
         key_mapping: Any = None,
@@ -166,10 +186,12 @@ class _AutoModel:
             ep_size: Expert-parallel ranks; `FSDP2Config` only.
             device_mesh: In place of sizes: a mesh of `create_device_mesh`, or one with the same axes.
             moe_mesh: The mesh of experts that belongs to it.
-            distributed_setup: In place of `distributed_config`, sizes and `pipeline_config`.
+            distributed_setup: Instead of `distributed_config`, sizes and `pipeline_config`.
             pipeline_config: With `pp_size` > 1, how microbatches pass through; None: its defaults.
+            moe_parallel_config: With `ep_size` > 1, how experts are sharded; None: as all other layers.
             peft_config: A configuration of peft; the adapters are added before sharding, and the rest is frozen.
             dtype: Of the weights; "auto" or None: what the config says, else the files.
+            torch_dtype: An older name of `dtype`.
             attn_implementation: As in transformers; None: what transformers chooses.
             config: A config of transformers instead of the folder's.
             key_mapping: As of `load_hf`.
@@ -213,8 +235,10 @@ class _AutoModel:
         moe_mesh: DeviceMesh | None = None,
         distributed_setup: DistributedSetup | None = None,
         pipeline_config: PipelineConfig | None = None,
+        moe_parallel_config: MoEParallelizerConfig | None = None,
         peft_config: Any = None,
         dtype: torch.dtype | str | None = "auto",
+        torch_dtype: torch.dtype | str | None = None,
         attn_implementation: str | None = None,
         prepare_model: Callable[[nn.Module], object] | None = None,
         device_map: None = None,
@@ -244,6 +268,8 @@ class _AutoModel:
         """Agree on the model over the ranks, and build it: on the meta device, parallel, with its weights."""
         # Before any check: ranks raise the same error only if they can communicate.
         set_up_ranks(_backend_of(given))
+        if isinstance(given["device_mesh"], MeshContext):
+            raise TypeError("device_mesh is a MeshContext; give its device_mesh, or a distributed_setup")
         asked = together("building the model", lambda: _resolved(given))
         strategy = asked["distributed_config"]
 
@@ -255,7 +281,11 @@ class _AutoModel:
         folder, config = together("finding the model", check, facts=compared)
         of_config = {f"config.{name}": value for name, value in config.to_diff_dict().items()}
         together("comparing configs", lambda: None, facts=facts_of(of_config))
-        if asked["device_mesh"] is None:
+        if (setup := given["distributed_setup"]) is not None:
+            context = setup.mesh_context
+            if context.strategy_config is None:  # built from meshes that were there
+                context = MeshContext.from_meshes(strategy, context.device_mesh, context.moe_mesh)
+        elif asked["device_mesh"] is None:
             context = build_mesh_context(strategy, **{name: asked[name] for name in SIZE_NAMES})
         else:
             context = MeshContext.from_meshes(strategy, asked["device_mesh"], asked["moe_mesh"])
@@ -304,7 +334,9 @@ def _fill(
         asked["prepare_model"](live)
     if peft_config is not None:
         live = add_adapters(live, peft_config)
-    model: Any = _parallel(live, strategy, context, asked["pipeline_config"])
+    if asked["moe_parallel_config"] is not None and context.sizes.ep == 1:
+        raise ConfigurationError("moe_parallel_config is given and ep_size is 1; leave it out, or give ep_size")
+    model: Any = _parallel(live, strategy, context, asked["pipeline_config"], asked["moe_parallel_config"])
     is_pipeline = isinstance(model, Pipeline)
     stages = model.parts if is_pipeline else [model]
     whole: Any = merge_stages(stages)
@@ -340,7 +372,11 @@ def _fill(
 
 
 def _parallel(
-    live: nn.Module, config: DistributedConfig, context: MeshContext, pipeline_config: PipelineConfig | None
+    live: nn.Module,
+    config: DistributedConfig,
+    context: MeshContext,
+    pipeline_config: PipelineConfig | None,
+    moe_parallel_config: MoEParallelizerConfig | None,
 ) -> nn.Module | Pipeline:
     """Make a model parallel, with memory but no values; DDP is wrapped later, since its constructor sends values."""
     if isinstance(config, DDPConfig):
@@ -352,7 +388,7 @@ def _parallel(
         model, _ = MegatronFSDPManager(config, mesh).parallelize(live, leaves_empty=True)
         allocate(model, context.device)
         return model
-    manager = FSDP2Manager(config, mesh, context.moe_mesh)
+    manager = FSDP2Manager(config, mesh, context.moe_mesh, moe_parallel_config)
 
     def shard(stage: nn.Module) -> nn.Module:
         sharded = manager.parallelize(stage)
@@ -363,13 +399,20 @@ def _parallel(
         return shard(live)
     policy = config.mp_policy
     assert policy is not None  # __post_init__ sets it
+    stages = pipeline_config or PipelineConfig()
+    sent = policy.output_dtype or policy.param_dtype
+    if stages.dtype not in (None, sent):
+        raise ConfigurationError(
+            f"pipeline_config has dtype={stages.dtype}, but mp_policy makes stages send {sent}; leave dtype out, or "
+            "change output_dtype of mp_policy"
+        )
     return build_pipeline(
         live,
         mesh["pp"],
-        pipeline_config or PipelineConfig(),
+        stages,
         parallelize_stage=shard,
         device=context.device,
-        activation_dtype=policy.output_dtype or policy.param_dtype,
+        activation_dtype=sent,
     )
 
 

@@ -8,17 +8,21 @@ NeMo AutoModel's `components.distributed.config`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, fields
+from dataclasses import InitVar, dataclass, field, fields
 from typing import Any, List, Optional, TypeAlias, Union  # noqa: UP035 (the published annotations)
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+from megatron_fsdp.automodel.multimodal import (
+    MultimodalDistributedConfig,
+    normalize_activation_checkpointing_scope,
+)
 from megatron_fsdp.config.arguments import explains_fields
 from megatron_fsdp.config.offload import resolve_offload
 from megatron_fsdp.config.precision import MixedPrecisionPolicy as EnginePolicy
 from megatron_fsdp.config.strategy import resolve_strategy
-from megatron_fsdp.errors import ConfigurationError, ParallelSizeError, warn_caller
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, ParallelSizeError, warn_caller
 
 BACKENDS = ("nccl", "gloo")
 
@@ -31,14 +35,14 @@ class _Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name; values are the same objects, not copies."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
 
     def _check(self, **kinds: type) -> None:
         """Check flags (a string such as "false" would count as true), the backend, and the types of other fields."""
         kind = type(self).__name__
-        for field in fields(self):  # type: ignore[arg-type]  # its subclasses are dataclasses
-            name, value = field.name, getattr(self, field.name)
-            if field.type == "bool" and not isinstance(value, bool):
+        for each in fields(self):  # type: ignore[arg-type]  # its subclasses are dataclasses
+            name, value = each.name, getattr(self, each.name)
+            if each.type == "bool" and not isinstance(value, bool):
                 raise ConfigurationError(f"{kind}.{name}={value!r}; give True or False")
             if name in kinds and value is not None and not isinstance(value, kinds[name]):
                 raise ConfigurationError(
@@ -52,6 +56,18 @@ class _Config:
             )
         if self.backend not in BACKENDS:
             raise ConfigurationError(f"{kind}.backend={self.backend!r}; give 'nccl' (accelerators) or 'gloo' (CPUs)")
+
+    def _check_layers(self) -> None:
+        """Check `autocast_dtype`, and put `activation_checkpointing_scope` into its stored form."""
+        own: Any = self
+        if own.autocast_dtype not in (None, torch.bfloat16, torch.float16):
+            raise ConfigurationError(
+                f"{type(self).__name__}.autocast_dtype={own.autocast_dtype} has no effect; give torch.bfloat16 or "
+                "torch.float16"
+            )
+        own.activation_checkpointing_scope = normalize_activation_checkpointing_scope(
+            own.activation_checkpointing_scope
+        )
 
     def _refuse_deterministic(self, given: str | None, who_adds: str) -> None:
         """Raise for a field that only `MegatronFSDPConfig` has."""
@@ -89,6 +105,9 @@ class FSDP2Config(_Config):
         fsdp2_forward_prefetch_depth: The same in forward.
         reshard_after_forward: Release the weights of a layer after forward, and gather them again in backward. None: of
             all layers but the last of each list, whose backward comes first, and of none with pipeline stages.
+        activation_checkpointing_scope: Layers that are recomputed: "all", or some of "language", "vision", "audio" and
+            "multimodal" (both towers), of which those that train nothing are left out. Kept as a tuple.
+        multimodal: How the towers of models that read images or sound are sharded.
         deterministic: Not a field: refused, since FSDP2 adds gradients up in the order of the back end.
     """
 
@@ -108,6 +127,8 @@ class FSDP2Config(_Config):
     fsdp2_forward_prefetch_depth: int = 1
     reshard_after_forward: Optional[bool] = None  # noqa: UP045
     deterministic: InitVar[Optional[str]] = None  # noqa: UP045
+    activation_checkpointing_scope: Any = "all"
+    multimodal: MultimodalDistributedConfig = field(default_factory=MultimodalDistributedConfig)
 
     def __post_init__(self, deterministic: Optional[str]) -> None:  # noqa: UP045
         """Fill in the default policy and check values.
@@ -122,9 +143,10 @@ class FSDP2Config(_Config):
             reshard_after_forward=bool,
         )
         self._refuse_deterministic(deterministic, "FSDP2 adds")
-        if self.autocast_dtype not in (None, torch.bfloat16, torch.float16):
-            raise ConfigurationError(
-                f"FSDP2Config.autocast_dtype={self.autocast_dtype} has no effect; give torch.bfloat16 or torch.float16"
+        self._check_layers()
+        if not isinstance(self.multimodal, MultimodalDistributedConfig):
+            raise TypeError(
+                f"FSDP2Config.multimodal is a {type(self.multimodal).__name__}; give a MultimodalDistributedConfig"
             )
         if self.tp_plan is not None and not isinstance(self.tp_plan, dict | str):
             raise ConfigurationError(
@@ -163,7 +185,8 @@ class MegatronFSDPConfig(_Config):
         preserve_fp32_weights: Let the optimizer update float32 copies of the weights.
         overlap_grad_reduce: Reduce gradients during backward.
         overlap_param_gather: Gather weights ahead of their use.
-        check_for_nan_in_grad: Raise on all ranks, with names, where a gradient is NaN or infinite.
+        check_for_nan_in_grad: Raise on all ranks, with names, where a gradient is NaN or infinite. So does
+            `report_nan_in_param_grad`; in NeMo AutoModel of today only that one looks, and this one does nothing.
         average_in_collective: Let the collective average instead of a sum and a factor.
         disable_bucketing: Never cut the parameters outside of units into several buckets.
         calculate_per_token_loss: Sum gradients over ranks instead of averaging; the loss must then be divided by the
@@ -179,6 +202,7 @@ class MegatronFSDPConfig(_Config):
             only.
         offload: Where each kind of state rests, as in `fully_shard`; of this package only.
         weight_format: Weight format of sharded weights, as of `MixedPrecisionPolicy`; of this package only.
+        report_nan_in_param_grad: As `check_for_nan_in_grad`, which is on by default: set both to False for no look.
     """
 
     sequence_parallel: bool = False
@@ -202,6 +226,7 @@ class MegatronFSDPConfig(_Config):
     deterministic: Optional[str] = None  # noqa: UP045
     offload: Any = None
     weight_format: Any = None
+    report_nan_in_param_grad: bool = False
 
     def __post_init__(self, tp_plan: Optional[dict]) -> None:  # type: ignore[type-arg]  # noqa: UP045
         """Check values.
@@ -234,20 +259,28 @@ class DDPConfig(_Config):
     Attributes:
         activation_checkpointing: As of `FSDP2Config`.
         backend: "nccl" or "gloo"; says whether the ranks compute on accelerators or on CPUs.
-        find_unused_parameters: Look in every step which parameters have no gradient. False spares the look, for models
-            that use all of them in every step.
+        find_unused_parameters: Look in every step which parameters have no gradient. False: look in the first step of
+            training only, and raise where there are any, since torch's next forward would fail or wait for ever.
         static_graph: Find out in the first step which parameters are used, and how often; it must stay so. With
             gradient accumulation every microbatch is then reduced.
         bucket_cap_mb: Size of the buckets in which gradients are reduced, in MiB; None: torch's default.
+        broadcast_buffers: Send the first rank's buffers to all at each forward.
+        gradient_as_bucket_view: Let gradients be views of the buckets.
+        autocast_dtype: As of `FSDP2Config`.
+        activation_checkpointing_scope: As of `FSDP2Config`.
         deterministic: Not a field: refused as in `FSDP2Config`.
     """
 
     activation_checkpointing: Union[bool, str] = False  # noqa: UP007
     backend: str = "nccl"
-    find_unused_parameters: bool = True
+    find_unused_parameters: bool = False
     static_graph: bool = False
-    bucket_cap_mb: Optional[int] = None  # noqa: UP045
+    bucket_cap_mb: Optional[float] = None  # noqa: UP045
     deterministic: InitVar[Optional[str]] = None  # noqa: UP045
+    broadcast_buffers: bool = False
+    gradient_as_bucket_view: bool = False
+    autocast_dtype: Optional[torch.dtype] = None  # noqa: UP045
+    activation_checkpointing_scope: Any = "all"
 
     def __post_init__(self, deterministic: Optional[str]) -> None:  # noqa: UP045
         """Check values.
@@ -255,10 +288,60 @@ class DDPConfig(_Config):
         Raises:
             ConfigurationError: A value is of another type or out of range.
         """
-        self._check(bucket_cap_mb=int)
+        self._check(autocast_dtype=torch.dtype)
         self._refuse_deterministic(deterministic, "PyTorch's DistributedDataParallel adds")
-        if self.bucket_cap_mb is not None and (self.bucket_cap_mb is True or self.bucket_cap_mb < 1):
-            raise ConfigurationError(f"DDPConfig.bucket_cap_mb={self.bucket_cap_mb!r}; give MiB, 1 or more, or None")
+        self._check_layers()
+        size: Any = self.bucket_cap_mb
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int | float) or not size > 0):
+            raise ConfigurationError(f"DDPConfig.bucket_cap_mb={size!r}; give MiB, more than 0, or None")
+
+
+@explains_fields
+@dataclass
+class MoEParallelizerConfig:
+    """How experts that are divided over ranks (`ep_size` > 1) are sharded; of `FSDP2Config`.
+
+    Attributes:
+        ignore_router_for_ac: Keep the products of routers where layers are recomputed, instead of computing them again.
+        reshard_after_forward: Release the weights of experts after forward, and gather them again in backward.
+        lm_head_precision: Not supported yet.
+        wrap_outer_model: True.
+        mp_policy: Dtypes of experts; None: those of the layers.
+
+    Raises:
+        ConfigurationError: A value is of another type.
+        NotSupportedYetError: `lm_head_precision` is given, or `wrap_outer_model` is False.
+    """
+
+    ignore_router_for_ac: bool = True
+    reshard_after_forward: bool = False
+    lm_head_precision: Union[str, torch.dtype, None] = None  # noqa: UP007
+    wrap_outer_model: bool = True
+    mp_policy: Optional[MixedPrecisionPolicy] = None  # noqa: UP045
+
+    def __post_init__(self) -> None:
+        for name in ("ignore_router_for_ac", "reshard_after_forward", "wrap_outer_model"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"MoEParallelizerConfig.{name}={getattr(self, name)!r}; give True or False")
+        if not isinstance(self.mp_policy, MixedPrecisionPolicy | None):
+            raise ConfigurationError(
+                f"MoEParallelizerConfig.mp_policy is a {type(self.mp_policy).__name__}; give FSDP2's "
+                "MixedPrecisionPolicy, or None"
+            )
+        if self.lm_head_precision is not None:
+            raise NotSupportedYetError(
+                f"MoEParallelizerConfig.lm_head_precision={self.lm_head_precision!r} is not supported yet; leave it "
+                "out, or keep the whole model's products in float32 by mp_policy of FSDP2Config"
+            )
+        if not self.wrap_outer_model:
+            raise NotSupportedYetError(
+                "MoEParallelizerConfig.wrap_outer_model=False is not supported yet: embeddings and head are sharded "
+                "with the outermost unit; leave it True"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields by name; values are the same objects, not copies."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 DistributedConfig: TypeAlias = Union[FSDP2Config, MegatronFSDPConfig, DDPConfig]  # noqa: UP007
@@ -277,7 +360,7 @@ def check_config(config: object) -> DistributedConfig:
 
 @dataclass(frozen=True)
 class ParallelismSizes:
-    """The sizes given by the user; None: not given.
+    """The sizes given by the user; None is 1, of the first two "not given".
 
     Attributes:
         dp_size: Data-parallel ranks, copies included; None, 0 or -1: all that the other sizes leave.
@@ -290,13 +373,13 @@ class ParallelismSizes:
 
     dp_size: int | None = None
     dp_replicate_size: int | None = None
-    tp_size: int | None = None
-    pp_size: int | None = None
-    cp_size: int | None = None
-    ep_size: int | None = None
+    tp_size: int | None = 1
+    pp_size: int | None = 1
+    cp_size: int | None = 1
+    ep_size: int | None = 1
 
 
-SIZE_NAMES = tuple(field.name for field in fields(ParallelismSizes))
+SIZE_NAMES = tuple(each.name for each in fields(ParallelismSizes))
 """The arguments that carry sizes."""
 
 _ALLOWED = {
@@ -330,6 +413,11 @@ class ParallelSizes:
     def dp(self) -> int:
         """The ranks that read different data."""
         return self.dp_replicate * self.dp_shard
+
+    def arguments(self) -> dict[str, int]:
+        """Return the sizes by the names of `ParallelismSizes`."""
+        ranks = (self.dp, self.dp_replicate, self.tp, self.pp, self.cp, self.ep)
+        return dict(zip(SIZE_NAMES, ranks, strict=True))
 
     @property
     def dp_cp(self) -> int:

@@ -70,6 +70,12 @@ def parallelize_experts(model: nn.Module, ep_mesh: DeviceMesh) -> list[str]:
     return list(experts)
 
 
+def find_routers(model: nn.Module, expert_names: Sequence[str]) -> list[nn.Module]:
+    """Return the modules called gate or router that stand beside experts."""
+    parents = [model.get_submodule(name.rpartition(".")[0]) for name in expert_names]
+    return [part for parent in parents for name, part in parent.named_children() if name in ("gate", "router")]
+
+
 @functools.cache
 def _divided_class(former: type[nn.Module]) -> type[DividedExperts]:
     return type(f"Divided{former.__name__}", (DividedExperts, former), {})

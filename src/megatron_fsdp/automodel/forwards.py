@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megatron_fsdp.automodel.architecture import find_layers, text_config
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.plan.recompute import keeping_every_second_product
+from megatron_fsdp.plan.recompute import PRODUCTS, every_second_product, keeping_every_second_product
 
 _MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
 _MARK = "_models_without_packed_sequences"
@@ -44,15 +44,49 @@ def _run_inside(module: nn.Module, around: Callable[..., Any]) -> None:
     module.forward = MethodType(run, module)
 
 
-def recompute_in_backward(module: nn.Module, *, is_selective: bool = False) -> None:
+class _Keeping:
+    """The operators that a checkpoint keeps: products inside of some modules, and else what a policy says."""
+
+    def __init__(self, modules: Sequence[nn.Module], is_selective: bool) -> None:
+        self.is_selective = is_selective
+        self.inside = 0
+        for module in modules:
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, *_: Any) -> None:
+        self.inside += 1
+
+    def _leave(self, *_: Any) -> None:
+        self.inside -= 1
+
+    def contexts(self) -> tuple[Any, Any]:
+        """Return the contexts of one forward and of its recomputation."""
+        policy = every_second_product() if self.is_selective else None
+
+        def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            # Not all results: routers change some of them in place, which may then not be kept.
+            if self.inside and operator.overloadpacket in PRODUCTS:
+                return CheckpointPolicy.MUST_SAVE
+            return policy(context, operator, *args, **kwargs) if policy else CheckpointPolicy.PREFER_RECOMPUTE
+
+        made: tuple[Any, Any] = create_selective_checkpoint_contexts(decide)
+        return made
+
+
+def recompute_in_backward(
+    module: nn.Module, *, is_selective: bool = False, contexts: Callable[[], tuple[Any, Any]] | None = None
+) -> None:
     """Keep only the inputs of a module's forward, and run it again in backward (non-reentrant).
 
-    `is_selective`: keep also the results of attention and of every second matrix product.
+    `is_selective`: keep also the results of attention and of every second matrix product. `contexts`: what to keep
+    instead, as torch's `context_fn`.
 
     Hooks of the module, such as those that gather its weights, run outside: once in forward, and for recomputation the
     weights are gathered by the hooks of backward.
     """
-    options: dict[str, Any] = {"context_fn": keeping_every_second_product} if is_selective else {}
+    chosen = contexts or (keeping_every_second_product if is_selective else None)
+    options: dict[str, Any] = {} if chosen is None else {"context_fn": chosen}
 
     def around(forward: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
@@ -72,10 +106,20 @@ def run_under_autocast(module: nn.Module, device_type: str, dtype: torch.dtype) 
     _run_inside(module, around)
 
 
-def checkpoint_layers(model: nn.Module, *, is_selective: bool = False) -> None:
-    """Recompute each decoder layer: forward keeps one hidden state per layer, unless selective."""
-    for layer in find_layers(model).modules():
-        recompute_in_backward(layer, is_selective=is_selective)
+def checkpoint_layers(
+    model: nn.Module,
+    *,
+    is_selective: bool = False,
+    layers: Sequence[nn.Module] | None = None,
+    kept: Sequence[nn.Module] = (),
+) -> None:
+    """Recompute layers (None: the decoder's): forward keeps one hidden state per layer, unless selective.
+
+    Results of matrix products inside of the modules `kept` are kept in any case.
+    """
+    contexts = _Keeping(kept, is_selective).contexts if kept else None
+    for layer in find_layers(model).modules() if layers is None else layers:
+        recompute_in_backward(layer, is_selective=is_selective, contexts=contexts)
     _switch_cache_off(model)
 
 

@@ -295,6 +295,39 @@ def clip_grad_norm_(
     return norm
 
 
+def get_grad_norm(
+    parameters: Parts,
+    dp_cp_group: dist.ProcessGroup | None = None,  # noqa: ARG001
+    tp_group: dist.ProcessGroup | None = None,  # noqa: ARG001
+    norm_type: float = 2.0,
+    dtype: torch.dtype = torch.float32,
+) -> float:
+    """Return the norm of all gradients, each counted once; collective.
+
+    Args:
+        parameters: As of `clip_grad_norm_`, which this is without clipping.
+        dp_cp_group: Accepted; DTensors name the ranks that they are divided over.
+        tp_group: Accepted, likewise.
+        norm_type: The p of the p-norm, positive; infinity for the largest absolute value.
+        dtype: In which the norm is returned.
+    """
+    return float(clip_grad_norm_(parameters, math.inf, norm_type).to(dtype))
+
+
+@torch.no_grad()
+def clip_grad_by_total_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_grad_norm: float,
+    total_norm: float,
+    dtype: torch.dtype = torch.float32,  # noqa: ARG001
+) -> None:
+    """Scale gradients in place, in their own dtype, by `max_grad_norm / (total_norm + 1e-6)` where that is below 1."""
+    factor = max_grad_norm / (total_norm + 1e-6)
+    for param in [parameters] if isinstance(parameters, Tensor) else parameters:
+        if param.grad is not None and factor < 1:
+            param.grad.mul_(factor)
+
+
 def norm_of_parameters(parts: nn.Module | Pipeline) -> float:
     """Return the 2-norm of all parameters, each counted once over all ranks; collective."""
 

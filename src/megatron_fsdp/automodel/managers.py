@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.distributed.fsdp import fully_shard as fsdp2_shard
+from torch.nn.parallel.distributed import _find_tensors
 
 from megatron_fsdp.automodel import forwards
-from megatron_fsdp.automodel.architecture import find_layers
-from megatron_fsdp.automodel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
+from megatron_fsdp.automodel.architecture import find_layers, lists_of_layers
+from megatron_fsdp.automodel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig, MoEParallelizerConfig
 from megatron_fsdp.automodel.context_parallel import enable_context_parallel
-from megatron_fsdp.automodel.expert_parallel import parallelize_experts, shard_experts
+from megatron_fsdp.automodel.expert_parallel import find_routers, parallelize_experts, shard_experts
 from megatron_fsdp.automodel.gradients import DEFERS, reshard_units
 from megatron_fsdp.automodel.meshes import (
     FSDP2_AXES,
@@ -28,7 +29,9 @@ from megatron_fsdp.automodel.meshes import (
     get_megatron_dp_axis,
     set_up_ranks,
 )
+from megatron_fsdp.automodel.multimodal import frozen_towers, layers_to_recompute
 from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
+from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError, warn_caller
@@ -51,6 +54,28 @@ def _check_arguments(manager: str, config: object, kind: type, mesh: object = No
         )
 
 
+class _Manager:
+    """The base of managers: fields of the configuration are attributes, too."""
+
+    config: Any
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a field of the configuration."""
+        if not name.startswith("_") and name != "config" and hasattr(self.config, name):
+            return getattr(self.config, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return dist.get_world_size()
+
+
 def _refuse_parallel_model(model: nn.Module) -> None:
     found = next((part for part in model.modules() if isinstance(part, _PARALLEL)), None)
     if found is not None:
@@ -67,17 +92,23 @@ def shard_by_layers(
     offload_policy: CPUOffloadPolicy | None,
     layer_policy: FSDP2Policy | None = None,
     reshard_after_forward: bool | None = None,
+    whole: Collection[nn.Module] = (),
+    replicated: Collection[nn.Module] = (),
 ) -> list[list[FSDPModule]]:
     """Shard each member of each list of layers, and the rest (embeddings, last norm, head) as the root; in place.
 
     The mesh is 1-D, or 2-D with the replicas first. `layer_policy` has the dtypes of the layers if they differ from the
     root's. `reshard_after_forward` is for the layers; None: all but the last of each list. Pipelines want False: their
-    microbatches would gather layers again and again. Returns the units of each list, in order.
+    microbatches would gather layers again and again. Modules inside of `whole` have no units of their own, and those in
+    `replicated` are not sharded at all. Returns the units of each list, in order.
     """
     options: dict[str, Any] = {"mesh": mesh}
     if offload_policy is not None:
         options["offload_policy"] = offload_policy
-    lists = [list(found.children()) for found in lists_of_layers(model)]
+    inside = {layer for tower in (*whole, *replicated) for layer in tower.modules()}
+    lists = [list(found.children()) for found in lists_of_layers(model) if found not in inside]
+    if ignored := {param for tower in replicated for param in tower.parameters()}:
+        options["ignored_params"] = ignored
     for layers in lists:
         for layer in layers:
             reshards = layer is not layers[-1] if reshard_after_forward is None else reshard_after_forward
@@ -111,17 +142,6 @@ def _reshard_after_evaluation(model: nn.Module, *_: Any) -> None:
         reshard_units(model)
 
 
-def lists_of_layers(module: nn.Module) -> Iterator[nn.ModuleList | nn.ModuleDict]:
-    """Yield the outermost lists of modules with a forward of their own: no lists of lists, and none inside layers."""
-    for child in module.children():
-        holds_lists = any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in child.children())
-        if isinstance(child, nn.ModuleList | nn.ModuleDict) and not holds_lists:
-            if any(True for _ in child.parameters()):
-                yield child
-        else:
-            yield from lists_of_layers(child)
-
-
 def _chain_prefetches(units: Sequence[FSDPModule], forward_depth: int, backward_depth: int) -> None:
     """Prefetch the next units of a list in forward, and the previous ones in backward."""
     for index, unit in enumerate(units):
@@ -149,23 +169,31 @@ def _divide(model: nn.Module, config: FSDP2Config | MegatronFSDPConfig, mesh: De
         enable_context_parallel(model, mesh["cp"])
 
 
-class FSDP2Manager:
+class FSDP2Manager(_Manager):
     """Makes models parallel by an `FSDP2Config`.
 
     Attributes:
         config: The configuration.
         device_mesh: (pp, dp_replicate, dp_shard, cp, tp) of `create_device_mesh`.
         moe_mesh: (ep_shard, ep), or None without expert parallelism.
+        moe_parallel_config: How experts are sharded; None: as all other layers.
 
     Raises:
         ConfigurationError: The config is of another strategy, or the mesh lacks an axis.
     """
 
-    def __init__(self, config: FSDP2Config, device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self,
+        config: FSDP2Config,
+        device_mesh: DeviceMesh,
+        moe_mesh: DeviceMesh | None = None,
+        moe_parallel_config: MoEParallelizerConfig | None = None,
+    ) -> None:
         _check_arguments("FSDP2Manager", config, FSDP2Config, device_mesh, FSDP2_AXES)
         self.config = config
         self.device_mesh = device_mesh
         self.moe_mesh = moe_mesh
+        self.moe_parallel_config = moe_parallel_config
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Make a model parallel in place; a model on the meta device has to be filled afterwards.
@@ -200,7 +228,11 @@ class FSDP2Manager:
         experts = parallelize_experts(model, self.moe_mesh["ep"]) if self.moe_mesh is not None else []
         _divide(model, config, mesh)
         if config.activation_checkpointing:
-            forwards.checkpoint_layers(model, is_selective=config.activation_checkpointing == "selective")
+            recomputed = layers_to_recompute(model, config.activation_checkpointing_scope)
+            is_selective = config.activation_checkpointing == "selective"
+            of_experts = self.moe_parallel_config
+            kept = [] if of_experts is None or not of_experts.ignore_router_for_ac else find_routers(model, experts)
+            forwards.checkpoint_layers(model, is_selective=is_selective, layers=recomputed, kept=kept)
         self.maybe_compile(model)
         if config.autocast_dtype is not None:
             forwards.run_under_autocast(model, mesh.device_type, config.autocast_dtype)
@@ -229,15 +261,19 @@ class FSDP2Manager:
         if reshards is None and self.device_mesh["pp"].size() > 1:
             reshards = False
         if self.moe_mesh is not None:
+            of_experts = self.moe_parallel_config
             shard_experts(
                 model,
                 experts,
                 self.moe_mesh["ep_shard"],
-                mp_policy=layer_policy,
+                mp_policy=(of_experts.mp_policy if of_experts else None) or layer_policy,
                 offload_policy=config.offload_policy or OffloadPolicy(),
-                reshard_after_forward=reshards is not False,
+                reshard_after_forward=of_experts.reshard_after_forward if of_experts else reshards is not False,
                 gradient_divisor=self.moe_mesh.size(),
             )
+        where, towers = config.multimodal.frozen_sharding, frozen_towers(model)
+        if where == "replicate":
+            _check_replicas(towers, config.mp_policy.param_dtype)
         lists = shard_by_layers(
             model,
             get_fsdp_dp_mesh(self.device_mesh),
@@ -245,13 +281,25 @@ class FSDP2Manager:
             layer_policy=layer_policy,
             offload_policy=config.offload_policy,
             reshard_after_forward=reshards,
+            whole=towers if where == "root" else (),
+            replicated=towers if where == "replicate" else (),
         )
         if config.enable_fsdp2_prefetch:
             for units in lists:
                 _chain_prefetches(units, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
 
 
-class MegatronFSDPManager:
+def _check_replicas(towers: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
+    """Raise for towers that FSDP2, which casts only what it shards, would leave in another dtype than their inputs."""
+    found = {param.dtype for tower in towers for param in tower.parameters()} - {dtype}
+    if dtype is not None and found:
+        raise ConfigurationError(
+            f"distributed.multimodal.frozen_sharding='replicate' keeps frozen towers in {found.pop()}, but their "
+            f"inputs are cast to mp_policy.param_dtype={dtype}; load the model in that dtype, or use 'root'"
+        )
+
+
+class MegatronFSDPManager(_Manager):
     """Makes models parallel by a `MegatronFSDPConfig`.
 
     Attributes:
@@ -330,7 +378,7 @@ class MegatronFSDPManager:
             "mixed_precision_policy": policy,
             "overlap_grad_reduce": config.overlap_grad_reduce,
             "overlap_param_gather": config.overlap_param_gather,
-            "report_nan_in_param_grad": config.check_for_nan_in_grad,
+            "report_nan_in_param_grad": config.check_for_nan_in_grad or config.report_nan_in_param_grad,
             "average_in_collective": config.average_in_collective,
             "disable_bucketing": config.disable_bucketing,
             "calculate_per_token_loss": config.calculate_per_token_loss,
@@ -343,21 +391,45 @@ class MegatronFSDPManager:
 
 
 class _Replica(nn.parallel.DistributedDataParallel):
-    """A DDP that searches for parameters without a gradient, and does not warn if there are none.
+    """A DDP that looks in its first forward, unless it does in each, for parameters that get no gradient.
 
-    Without the search, a parameter that a batch does not use (an image tower that skips its last layer) leaves its
-    bucket unreduced: ranks step with different gradients, and the next forward fails.
+    Such a parameter (of an image tower that skips its last layer) leaves its bucket unreduced: ranks step with
+    different gradients, and the next forward fails or waits for ever.
     """
+
+    _is_checked = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run DDP's forward."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
             output: Any = nn.parallel.DistributedDataParallel.forward(self, *args, **kwargs)
-            return output
+        searches = self.find_unused_parameters or self.static_graph
+        if not (self._is_checked or searches) and torch.is_grad_enabled() and self.training:
+            self._is_checked = True
+            with all_agree("looking for parameters without a gradient", (self.process_group,)):
+                self._refuse_unused(output)
+        return output
+
+    def _refuse_unused(self, output: Any) -> None:
+        waiting = [tensor.grad_fn for tensor in _find_tensors(output) if tensor.grad_fn is not None]
+        reached: set[Any] = set(waiting)
+        while waiting:
+            ahead = {node for node, _ in waiting.pop().next_functions if node is not None} - reached
+            reached |= ahead
+            waiting += ahead
+        used = {id(node.variable) for node in reached if hasattr(node, "variable")}
+        unused = [
+            name for name, param in self.module.named_parameters() if param.requires_grad and id(param) not in used
+        ]
+        if unused and used:
+            raise ConfigurationError(
+                f"{len(unused)} trainable parameters had no part in the first output, so they get no gradient: "
+                f"{', '.join(unused[:8])}; set DDPConfig.find_unused_parameters=True, or freeze them"
+            )
 
 
-class DDPManager:
+class DDPManager(_Manager):
     """Makes models parallel by a `DDPConfig`.
 
     Attributes:
@@ -404,13 +476,21 @@ class DDPManager:
             raise ConfigurationError("no parameter of the model requires a gradient; DDP has nothing to average")
         config = self.config
         if config.activation_checkpointing:
-            forwards.checkpoint_layers(model, is_selective=config.activation_checkpointing == "selective")
+            recomputed = layers_to_recompute(model, config.activation_checkpointing_scope)
+            is_selective = config.activation_checkpointing == "selective"
+            forwards.checkpoint_layers(model, is_selective=is_selective, layers=recomputed)
+        if config.autocast_dtype is not None:
+            forwards.run_under_autocast(model, self.device.type, config.autocast_dtype)
         on_device = model.to(self.device)
-        return _Replica(
-            on_device,
-            device_ids=None if self.device.type == "cpu" else [self.device],
-            find_unused_parameters=config.find_unused_parameters and not config.static_graph,
-            static_graph=config.static_graph,
-            bucket_cap_mb=config.bucket_cap_mb,
-            init_sync=sends_weights,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+            return _Replica(
+                on_device,
+                device_ids=None if self.device.type == "cpu" else [self.device],
+                find_unused_parameters=config.find_unused_parameters and not config.static_graph,
+                static_graph=config.static_graph,
+                broadcast_buffers=config.broadcast_buffers,
+                bucket_cap_mb=config.bucket_cap_mb,
+                gradient_as_bucket_view=config.gradient_as_bucket_view,
+                init_sync=sends_weights,
+            )

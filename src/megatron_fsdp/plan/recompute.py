@@ -77,8 +77,8 @@ def _wrap(module: nn.Module, contexts: Callable[[], tuple[Any, Any]] | None) -> 
     module.forward = recomputed
 
 
-def keeping_every_second_product() -> tuple[Any, Any]:
-    """Keep the results of attention and of the first, third, ... matrix product of a unit; recompute the rest."""
+def every_second_product() -> Callable[..., CheckpointPolicy]:
+    """Make a policy for one pass of a unit: it keeps attention and the first, third, ... matrix product."""
     seen = {False: 0, True: 0}
 
     def policy(context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -88,7 +88,12 @@ def keeping_every_second_product() -> tuple[Any, Any]:
             return _KEPT if seen[context.is_recompute] % 2 else _AGAIN
         return _KEPT if packet in _ATTENTION else _AGAIN
 
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return policy
+
+
+def keeping_every_second_product() -> tuple[Any, Any]:
+    """Keep the results of attention and of the first, third, ... matrix product of a unit; recompute the rest."""
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(every_second_product())
     return contexts
 
 

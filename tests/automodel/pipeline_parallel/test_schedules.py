@@ -29,6 +29,11 @@ def test_defaults_and_fields_are_listed_in_order() -> None:
         "layers_per_stage": None,
         "scale_grads_in_schedule": False,
         "loss_fn": None,
+        **dict.fromkeys(["dtype", "pp_seq_len", "pp_schedule_csv"]),
+        **dict.fromkeys(["round_virtual_stages_to_pp_multiple", "module_fqns_per_model_part"]),
+        "patch_inner_model": True,
+        "patch_causal_lm_model": True,
+        "patch_stage_backward_maybe_with_nosync": False,
     }
     assert PipelineConfig(loss_fn=loss).to_dict()["loss_fn"] is loss
 

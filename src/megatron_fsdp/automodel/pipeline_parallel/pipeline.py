@@ -126,6 +126,11 @@ class Pipeline:
                 f"a step was given {rows} rows but pp_batch_size={self.config.pp_batch_size}; give that many, or set "
                 "pp_batch_size=1 to allow any number"
             )
+        if self.config.pp_seq_len not in (None, input_ids.shape[1]):
+            raise ConfigurationError(
+                f"a step was given sequences of {input_ids.shape[1]} tokens but pp_seq_len={self.config.pp_seq_len}; "
+                "give that many, or leave pp_seq_len out to allow any number"
+            )
         if self._tied_end is not None:
             self._tied_end.before_step()
         _, losses = self._run("step", inputs)

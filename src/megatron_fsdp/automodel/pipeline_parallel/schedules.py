@@ -8,9 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, ParallelSizeError
+
+_FIRST_FIXED = 8
+"""Index of the first field of `PipelineConfig` that has to keep its default."""
 
 
 @dataclass
@@ -31,9 +35,19 @@ class PipelineConfig:
         loss_fn: (logits (microbatch, sequence, vocabulary), labels (microbatch, sequence)) -> scalar; labels are
             those of the same position, with -100 where nothing counts. It gives the sum over the counted labels,
             unless `scale_grads_in_schedule`. None: the sum of cross entropies in float32.
+        dtype: Of the hidden states that stages send; None: what `mp_policy` of the strategy says. Another one is
+            refused when the pipeline is built.
+        pp_seq_len: Length of the sequences; checked at each step. None: any.
+        pp_schedule_csv: Not supported yet; so are the next two.
+        round_virtual_stages_to_pp_multiple: None.
+        module_fqns_per_model_part: None.
+        patch_inner_model: True: stages run transformers' layers by forwards of their own.
+        patch_causal_lm_model: True.
+        patch_stage_backward_maybe_with_nosync: False: gradients are reduced once for each step in any case.
 
     Raises:
         ConfigurationError: A value is not one of these.
+        NotSupportedYetError: A field that is not supported is not at its default.
     """
 
     pp_schedule: str = "1f1b"
@@ -42,12 +56,26 @@ class PipelineConfig:
     layers_per_stage: int | None = None
     scale_grads_in_schedule: bool = False
     loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None
+    dtype: torch.dtype | None = None
+    pp_seq_len: int | None = None
+    pp_schedule_csv: str | None = None
+    round_virtual_stages_to_pp_multiple: str | None = None
+    module_fqns_per_model_part: list[list[str]] | None = None
+    patch_inner_model: bool = True
+    patch_causal_lm_model: bool = True
+    patch_stage_backward_maybe_with_nosync: bool = False
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self)[_FIRST_FIXED:]:
+            if getattr(self, field.name) != field.default:
+                raise NotSupportedYetError(
+                    f"PipelineConfig.{field.name}={getattr(self, field.name)!r} is not supported yet; leave it at "
+                    f"{field.default!r} (pp_schedule and layers_per_stage say how layers are divided)"
+                )
         schedule_named(self.pp_schedule)
-        for name in ("pp_microbatch_size", "pp_batch_size", "layers_per_stage"):
+        for name in ("pp_microbatch_size", "pp_batch_size", "layers_per_stage", "pp_seq_len"):
             value = getattr(self, name)
-            if value is None and name == "layers_per_stage":
+            if value is None and name in ("layers_per_stage", "pp_seq_len"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigurationError(f"{name} is {value!r} but has to be an integer of at least 1")
