@@ -35,7 +35,7 @@ from megatron_fsdp.config.switches import resolve_check_lifetimes, resolve_verif
 from megatron_fsdp.debug.lifetimes import check_lifetimes
 from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.describe.description import Description
-from megatron_fsdp.describe.model import MemoryUse, Subject, describe_model, memory_of
+from megatron_fsdp.describe.model import MemoryUse, describe, memory_of
 from megatron_fsdp.dtensor.tensor import check_conversion
 from megatron_fsdp.engine.asked_gradients import answer_for_sharded_parameters
 from megatron_fsdp.engine.hooks import calls_of, compiled_in_place
@@ -44,7 +44,7 @@ from megatron_fsdp.engine.observer import Observer
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.errors import ConfigurationError, warn_caller
-from megatron_fsdp.hang.watch import log_if_asked, start_logging, stop_logging
+from megatron_fsdp.hang.watch import log_for_hangs, log_if_asked, stop_logging_for_hangs
 from megatron_fsdp.optim.grad_norm import clip_gradients
 from megatron_fsdp.optim.optimizer import float32_by, watch_optimizers
 from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
@@ -258,7 +258,7 @@ class MegatronFSDP(nn.Module):
                 f"device={device!r} is not of the mesh's type {mesh.device_type!r}; leave it out, or build the "
                 "mesh for that device type"
             )
-        self._engine = assemble(module, grouping, options, dist_index, self.device, self._mode)
+        self._engine = self._fsdp_engine = assemble(module, grouping, options, dist_index, self.device, self._mode)
         self._watch_if_asked()
         if options.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():
@@ -922,11 +922,11 @@ class MegatronFSDP(nn.Module):
             ConfigurationError: On every rank, where one cannot write, or `timeout_s` is no time; or this model keeps a
                 log already.
         """
-        start_logging(self._engine, folder, timeout_s)
+        log_for_hangs(self, folder, timeout_s=timeout_s)
 
     def stop_logging_for_hangs(self) -> None:
         """Close the log, if there is one."""
-        stop_logging(self._engine)
+        stop_logging_for_hangs(self)
 
     def _watch_if_asked(self) -> None:
         """Add the observers that arguments and environment ask for; collective with `verify_ranks`."""
@@ -942,17 +942,7 @@ class MegatronFSDP(nn.Module):
 
         `print(model.describe())` is for people, `.to_dict()` for programs (docs/debugging.md).
         """
-        return describe_model(self._subject())
-
-    def _subject(self) -> Subject:
-        return Subject(
-            wrapper=type(self).__name__,
-            module=self.module,
-            engine=self._engine,
-            options=self._options,
-            index=self.dist_index,
-            auto_sync=self._mode.auto_sync,
-        )
+        return describe(self)
 
     def traffic(self) -> Traffic:
         """Return the traffic that this rank has sent for this model so far."""

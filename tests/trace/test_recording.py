@@ -232,7 +232,7 @@ def test_a_step_that_fails_is_survived(where: str) -> None:
 def _evaluate_then_train() -> tuple[Timeline, Timeline]:
     """Three evaluations; and a step after weights were written by hand."""
     model, optimizer = sharded_tower(3)
-    with pytest.raises(ConfigurationError, match="a Linear cannot be traced; give the model that fully_shard_model"):
+    with pytest.raises(ConfigurationError, match="a Linear that no engines shard was given; give what"):
         Recorder(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="steps=0 keeps nothing; give 1 or more"):
         Recorder(model, steps=0)

@@ -23,7 +23,6 @@ from megatron_fsdp.ddp.buckets import BucketScheduler, GatherMode, plan_buckets
 from megatron_fsdp.ddp.engine import BucketEngine, Readers
 from megatron_fsdp.ddp.megatron_core import MegatronCalls, takes_core_arguments
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
-from megatron_fsdp.describe.model import Subject
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import ModelSharding, local_part, parameter_info
 from megatron_fsdp.engine.hooks import register_hooks
@@ -207,12 +206,9 @@ class DistributedDataParallel(MegatronCalls):
             self._bucket_numel = resolved.bucket_numel
         self.resolved = resolved
         self.ddp_config = config
+        self._engine.config, self._engine.config_notes = resolved.config, resolved.notes
         for note in resolved.notes:
             logger.info(note)
-
-    def _subject(self) -> Subject:
-        resolved = self.resolved
-        return replace(super()._subject(), config=resolved.config, notes=resolved.notes)
 
 
 def _check_types(config: Any, module: Any) -> None:

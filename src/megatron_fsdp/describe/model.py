@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.comm.axis import backend_of
-from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.engine_options import EngineOptions
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.describe.description import (
     AxisDescription,
     Description,
@@ -26,9 +25,9 @@ from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.optim.chained import ChainedOptimizer
 from megatron_fsdp.optim.optimizer import count_kinds, step_of
-from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
-from megatron_fsdp.sharding.placement import Placement
-from megatron_fsdp.sharding.units import ROOT_UNIT, UnitPlan
+from megatron_fsdp.sharding.placement import Placement, strategies_of
+from megatron_fsdp.sharding.units import ROOT_UNIT
+from megatron_fsdp.wrap.in_place import engine_of_model
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def _place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def units_of(engine: Engine, plan: UnitPlan) -> tuple[UnitDescription, ...]:
+def units_of(engine: Engine) -> tuple[UnitDescription, ...]:
     """Describe all units, root first."""
     states = _state_dtypes(engine)
     return tuple(
@@ -121,7 +120,7 @@ def units_of(engine: Engine, plan: UnitPlan) -> tuple[UnitDescription, ...]:
             numel=sum(group.plan.layout.payload_numel for group in unit.groups),
             groups=tuple(_group(group, states) for group in unit.groups),
         )
-        for unit, spec in zip(engine.units, plan.units, strict=True)
+        for unit, spec in zip(engine.units, engine.unit_plan.units, strict=True)
     )
 
 
@@ -244,33 +243,29 @@ def unused_of(engine: Engine) -> tuple[str, ...] | None:
     return tuple(name for name, is_used in used.items() if not is_used) if any(used.values()) else None
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The model to describe, and its settings."""
+def describe(model: nn.Module) -> Description:
+    """Describe a sharded model as this rank holds it now; no communication.
 
-    wrapper: str
-    module: nn.Module
-    engine: Engine
-    options: EngineOptions
-    index: FSDPDistributedIndex  # mesh and process groups
-    auto_sync: bool  # whether every backward ends with a sync
-    # the configuration whose fields are shown, of wrappers that take one; None: arguments say all
-    config: DistributedDataParallelConfig | None = None
-    notes: tuple[str, ...] = ()  # adjustments and derived settings
+    `print(describe(model))` is for people, `.to_dict()` for programs (docs/debugging.md).
 
+    Args:
+        model: A wrapper, or a model sharded in place.
 
-def describe_model(subject: Subject) -> Description:
-    """Describe a wrapped model as this rank holds it now."""
-    engine, plan, options = subject.engine, subject.engine.unit_plan, subject.options
-    units, (rank, world_size) = units_of(engine, plan), _place()
+    Raises:
+        ConfigurationError: It is not sharded.
+    """
+    engine = engine_of_model(model)
+    plan, units, (rank, world_size) = engine.unit_plan, units_of(engine), _place()
+    shardings = {id(group.plan.sharding): group.plan.sharding for group in engine.groups()}.values()
+    inner, outer = zip(*(strategies_of(each.placements) for each in shardings if each is not None), strict=True)
     return Description(
-        wrapper=subject.wrapper,
-        model=type(subject.module).__name__,
+        wrapper=type(model).__name__,
+        model=plan.units[ROOT_UNIT].class_name or type(model).__name__,
         rank=rank,
         world_size=world_size,
         device=str(engine.device),
-        strategy=options.strategy.name,
-        outer_strategy=options.outer_strategy.name if subject.index.dp_outer_dim is not None else None,
+        strategy=_names(inner) or "",
+        outer_strategy=_names(outer),
         axes=axes_of(engine),
         own_groups=engine.own_groups is not None,
         unit_source=plan.source,
@@ -279,18 +274,24 @@ def describe_model(subject: Subject) -> Description:
         frozen_numel=sum(group.numel for unit in units for group in unit.groups if not group.is_trainable),
         unused=unused_of(engine),
         memory=memory_description(engine),
-        optimizers=optimizers_of(engine, subject.module),
-        options=_options(options, subject.config, subject.auto_sync),
-        notes=(*subject.notes, *engine.notes, *without_optimizer(engine, subject.module)),
+        optimizers=optimizers_of(engine, model),
+        options=_options(engine),
+        notes=(*engine.notes, *without_optimizer(engine, model)),
     )
+
+
+def _names(strategies: Iterable[ShardingStrategy | None]) -> str | None:
+    """Name the strategies of units, each once; None where there is none."""
+    return ", ".join(dict.fromkeys(strategy.name for strategy in strategies if strategy is not None)) or None
 
 
 _SHOWN_ELSEWHERE = ("strategy", "outer_strategy", "policy", "memory", "numel_multiple", "own_groups")
 """Fields of `EngineOptions` that other parts of a description show."""
 
 
-def _options(options: EngineOptions, config: DistributedDataParallelConfig | None, auto_sync: bool) -> dict[str, str]:
+def _options(engine: Engine) -> dict[str, str]:
     """Collect the options that are not at their defaults, by the name of the argument or field."""
+    config, options = engine.config, engine.options
     values = [(field.name, getattr(config, field.name), field.default) for field in fields(config)] if config else []
     said = {name for name, _, _ in values}  # the configuration has defaults of its own
     values += [
@@ -298,5 +299,6 @@ def _options(options: EngineOptions, config: DistributedDataParallelConfig | Non
         for field in fields(options)
         if field.name not in {*said, *_SHOWN_ELSEWHERE}
     ]
-    values.append(("sync_model_each_microbatch", auto_sync, True))
+    is_synced = all(unit.mode.auto_sync or unit.mode.is_last_microbatch for unit in engine.units)
+    values.append(("sync_model_each_microbatch", is_synced, True))
     return {name: str(value).removeprefix("torch.") for name, value, default in values if value != default}

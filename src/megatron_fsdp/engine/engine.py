@@ -19,6 +19,7 @@ from megatron_fsdp.comm.axis import Traffic, broadcast
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.comm.streams import is_capturing
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.dtensor.expert_names import ExpertNames
@@ -147,6 +148,9 @@ class Engine:
         }
         self._modes = {id(unit.mode): unit.mode for unit in self.units}.values()
         self.group_and_index = {key: at for unit in self.units for key, at in unit.group_and_index.items()}
+        # The configuration that reports show, of wrappers that take one, and what was adjusted in it.
+        self.config: DistributedDataParallelConfig | None = None
+        self.config_notes: tuple[str, ...] = ()
         self.stepped = False
         self._unreduced = UnreducedGradients()
         self.full_units: set[int] = set()  # units whose modules show copies of the full parameters
@@ -677,7 +681,9 @@ class Engine:
 
     def sync_if_deferred(self) -> None:
         """Run the gradient sync that no backward has run, if any is due."""
-        if self.has_deferred_gradients or not all(mode.auto_sync for mode in self._modes):
+        by_call = not all(mode.auto_sync for mode in self._modes)
+        # Where the last backward was told to sync, and has, ranks need not agree on its gradients again.
+        if self.has_deferred_gradients or (by_call and (self._has_unattached or not self.syncs)):
             self.finish_grad_sync()
 
     def flush_deferred(self, units: Sequence[Unit] | None = None) -> None:
@@ -812,11 +818,11 @@ class Engine:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Outcomes of requests that depend on the machine, one sentence each."""
+        """Adjustments of the configuration, and outcomes of requests that depend on the machine, one sentence each."""
         graphs = "cuda_graph_mode: memory keeps its addresses, but nothing can be captured, since "
         buffers = "" if self.user_buffers is None else self.user_buffers.note
         capture = self.no_capture_reason and graphs + self.no_capture_reason
-        return tuple(filter(None, (buffers, self.format_note, capture)))
+        return tuple(filter(None, (*self.config_notes, buffers, self.format_note, capture)))
 
     # ---- for wrappers and reports ------------------------------------------------------------------------------------
 

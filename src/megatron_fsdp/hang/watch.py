@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 
 from megatron_fsdp.comm.agreement import all_agree
@@ -38,6 +39,7 @@ from megatron_fsdp.hang.log_file import (
     read_log,
     this_process,
 )
+from megatron_fsdp.wrap.in_place import engine_of_model
 
 _RUN_KEY = "megatron_fsdp_hang_log_run"
 _MOST_HANDLES = 1024
@@ -188,8 +190,16 @@ def _watch(reference: weakref.ref[HangLog], over: threading.Event) -> None:
 # ---- the log of a model ----------------------------------------------------------------------------------------------
 
 
-def start_logging(engine: Engine, folder: str | os.PathLike[str], timeout_s: float | None = None) -> None:
-    """Start the log of a model's latest events on this rank; see `MegatronFSDP.log_for_hangs`. Collective."""
+def log_for_hangs(model: nn.Module, folder: str | os.PathLike[str], *, timeout_s: float | None = None) -> None:
+    """Log this rank's latest events of a model, a wrapper or one that is sharded in place; see its method. Collective.
+
+    Raises:
+        ConfigurationError: As `MegatronFSDP.log_for_hangs`, or the model is not sharded.
+    """
+    _start_logging(engine_of_model(model), folder, timeout_s)
+
+
+def _start_logging(engine: Engine, folder: str | os.PathLike[str], timeout_s: float | None) -> None:
     log = None
     try:
         with all_agree("starting a log for hangs", engine.reaching_all):
@@ -207,8 +217,9 @@ def start_logging(engine: Engine, folder: str | os.PathLike[str], timeout_s: flo
     engine.observers.add(log)
 
 
-def stop_logging(engine: Engine) -> None:
+def stop_logging_for_hangs(model: nn.Module) -> None:
     """Close the log of a model, if there is one."""
+    engine = engine_of_model(model)
     if log := _log_of(engine):
         engine.observers.remove(log)
         log.close()
@@ -218,7 +229,7 @@ def log_if_asked(engine: Engine) -> None:
     """Start the log if the environment asks for one; ranks have agreed on that before."""
     settings = resolve_hang_log()
     if settings is not None:
-        start_logging(engine, settings.folder, settings.timeout_s)
+        _start_logging(engine, settings.folder, settings.timeout_s)
 
 
 def _log_of(engine: Engine) -> HangLog | None:

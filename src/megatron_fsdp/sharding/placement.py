@@ -75,6 +75,16 @@ def placements_for(inner: ShardingStrategy, outer: ShardingStrategy | None = Non
     return Placements((_R, weight), (_P, accumulated), (after_sync, main), (after_sync, main))
 
 
+def strategies_of(placements: Placements) -> tuple[ShardingStrategy, ShardingStrategy | None]:
+    """Return the strategies on the sharding and on the hybrid axis (None: no such axis) that place buffers so."""
+    # Each higher strategy shards one more buffer.
+    buffers = (placements.main_weight, placements.accumulated_grad, placements.compute_weight)
+    inner = ShardingStrategy(sum(buffer[-1] is _S for buffer in buffers))
+    if len(placements.main_weight) == 1:
+        return inner, None
+    return inner, ShardingStrategy.optim if placements.main_weight[0] is _S else ShardingStrategy.no_shard
+
+
 # A buffer that is sharded over several axes is cut over the innermost first, and each part then over the next one
 # out, so that what one inner rank holds for all outer ranks is contiguous: with N inner and M outer ranks, the owner
 # of shard number s of N * M is inner rank s // M, outer rank s % M.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
@@ -19,7 +20,6 @@ from megatron_fsdp.comm.streams import Moment, make_clock
 from megatron_fsdp.describe.model import memory_of
 from megatron_fsdp.engine.observer import Observer, Phase, close_phase
 from megatron_fsdp.errors import ConfigurationError, TraceError
-from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.optim.chained import ChainedOptimizer
 from megatron_fsdp.sharding.units import ROOT_UNIT
 from megatron_fsdp.trace.timeline import (
@@ -37,6 +37,7 @@ from megatron_fsdp.trace.timeline import (
     Times,
     build_timeline,
 )
+from megatron_fsdp.wrap.in_place import engine_of_model
 
 MAX_RECORDS = 500_000
 """Records of one step; a model that only evaluates never ends one."""
@@ -67,19 +68,13 @@ class Recorder(Observer):
     The arguments are those of `trace`.
 
     Raises:
-        ConfigurationError: `model` is something else, or `steps` is below 1.
+        ConfigurationError: `model` is not sharded, or `steps` is below 1.
     """
 
-    def __init__(self, model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: bool = True) -> None:
-        if not isinstance(model, MegatronFSDP):
-            raise ConfigurationError(
-                f"a {type(model).__name__} cannot be traced; give the model that fully_shard_model, fully_shard or "
-                "DistributedDataParallel returned"
-            )
+    def __init__(self, model: nn.Module, *, steps: int = 10, align: bool = True, memory: bool = True) -> None:
+        self._engine = engine_of_model(model)
         if steps < 1:
             raise ConfigurationError(f"steps={steps} keeps nothing; give 1 or more")
-        self._model = model
-        self._engine = model._engine
         self._align = align
         self._clock = make_clock(self._engine.device)
         self._mark = self._clock.mark
@@ -116,13 +111,13 @@ class Recorder(Observer):
             register_optimizer_step_pre_hook(partial(self._note_optimizer, (BEGIN, None))),
             register_optimizer_step_post_hook(partial(self._note_optimizer, (END,))),
         ]
-        self._model.observe(self)
+        self._engine.observers.add(self)
 
     def stop(self) -> None:
         """Stop recording and remove all hooks from the model."""
         if not self._steps or self._times is not None:  # it has not begun, or is over
             return
-        self._model.stop_observing(self)
+        self._engine.observers.remove(self)
         for handle in self._handles:
             handle.remove()
         self._close_ranges()
@@ -249,7 +244,7 @@ class Recorder(Observer):
             self._note((kind, self._mark(), OPTIMIZER, ROOT_UNIT, *rest))
 
 
-def trace(model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: bool = True) -> Recorder:
+def trace(model: nn.Module, *, steps: int = 10, align: bool = True, memory: bool = True) -> Recorder:
     """Record a model while the block runs.
 
         with trace(model, steps=3) as recording:
@@ -258,7 +253,7 @@ def trace(model: MegatronFSDP, *, steps: int = 10, align: bool = True, memory: b
         write_timeline("traces", recording.result())
 
     Args:
-        model: Of `fully_shard` or `DistributedDataParallel`.
+        model: A wrapper, or a model sharded in place.
         steps: How many steps to keep; of more, the last ones.
         align: Let all ranks of the model start together, so that their times may be compared; then all of them have to
             enter the block. False where only some do.

@@ -25,7 +25,7 @@ from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, parameter_owners
 from megatron_fsdp.wrap.optimizer_checks import replaced_name
 from megatron_fsdp.wrap.shard_unit import KnownSpecs, ModuleEvents, Ranks, finish, shard_unit
 
-_UNIT, _ENGINE = "_fsdp_unit", "_fsdp_engine"  # in the dictionary of a module that owns them
+_UNIT, _ENGINE = "_fsdp_unit", "_fsdp_engine"  # in the dictionary of a module, or wrapper, that owns them
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -35,9 +35,25 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def engine_of_module(module: nn.Module) -> Engine | None:
-    """Return the engine of a module that was sharded in place; None for any other, or before it is made."""
+    """Return the engine of a wrapper, or of a module that was sharded in place; None until it is made."""
     found: Engine | None = module.__dict__.get(_ENGINE)
     return found
+
+
+def engine_of_model(model: object) -> Engine:
+    """Return the engine of a wrapper, or of the modules of a model that were sharded in place.
+
+    Raises:
+        ConfigurationError: No module of it has an engine, or several have different ones.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = {id(engine): engine for module in modules if (engine := engine_of_module(module)) is not None}
+    if len(found) != 1:
+        raise ConfigurationError(
+            f"a {type(model).__name__} that {len(found) or 'no'} engines shard was given; give what fully_shard_model, "
+            "fully_shard or DistributedDataParallel returned, or a model sharded in place whose context has ended"
+        )
+    return next(iter(found.values()))
 
 
 @dataclass

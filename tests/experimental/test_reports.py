@@ -1,0 +1,203 @@
+"""Reports on modules that were sharded in place, against those on the same units in a wrapper."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from megatron_fsdp import MixedPrecisionPolicy
+from megatron_fsdp.describe import Description, describe
+from megatron_fsdp.describe.model import memory_of
+from megatron_fsdp.doctor import check_parity
+from megatron_fsdp.engine.observer import Phase
+from megatron_fsdp.experimental import Placements, fully_shard, fully_shard_context, fully_shard_optimizer
+from megatron_fsdp.hang.log_file import Mark, read_folder
+from megatron_fsdp.hang.watch import log_for_hangs, stop_logging_for_hangs
+from megatron_fsdp.plan import plan
+from megatron_fsdp.plan.simulate import built_without_memory, simulated_ranks
+from megatron_fsdp.trace import Timeline, trace
+from megatron_fsdp.wrap.in_place import engine_of_model
+from tests.support.on_ranks import fixed_seed, on_ranks, refusal
+from tests.support.zoo import FLOORS, TOWER_FEATURES, Floor, Tower, tower_loss
+from tests.trace.training import data, plain, sharded_tower
+
+R, S, AVG = Replicate(), Shard(0), Partial("avg")
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+
+PLACEMENTS = {
+    0: Placements([0], [R], [AVG], [R]),
+    1: Placements([0], [R], [AVG], [S]),
+    2: Placements([0], [R], [S], [S]),
+    3: Placements([0], [S], [S], [S]),
+}
+
+
+def shard_tower(tower: nn.Module, optimizer: torch.optim.Optimizer | None = None, strategy: int = 3) -> Trained:
+    """Each floor and the rest are a unit; the optimizer is a new one on the new parameters."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    with fully_shard_context("cpu"):
+        for module in (*tower.floors, tower):  # type: ignore[misc]
+            fully_shard(module, mesh, PLACEMENTS[strategy], MixedPrecisionPolicy())  # type: ignore[arg-type]
+    made = torch.optim.AdamW(tower.parameters(), lr=1e-2 if optimizer is None else optimizer.param_groups[0]["lr"])
+    fully_shard_optimizer(made)
+    return tower, made
+
+
+def in_place(strategy: int) -> Trained:
+    with fixed_seed(0):
+        return shard_tower(Tower(), strategy=strategy)
+
+
+def train(both: Trained, steps: int = 2) -> Timeline:
+    model, optimizer = both
+    with trace(model, steps=steps) as recording:
+        for step in range(steps):
+            plain(model, data(step))  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.zero_grad()
+    return recording.result()
+
+
+def reports(both: Trained) -> tuple[Description, Timeline, Description]:
+    """A model before and after training, and the training."""
+    return describe(both[0]), train(both), describe(both[0])
+
+
+@pytest.mark.parametrize("strategy", PLACEMENTS)
+@on_ranks(2)
+def test_descriptions_and_traces_are_those_of_a_wrapper(strategy: int) -> None:
+    options: dict[str, Any] = {"weight_allocator": "resize"} if strategy == 3 else {}
+    ours, wrapped = reports(in_place(strategy)), reports(sharded_tower(strategy, **options))
+    for mine, other in ((ours[0], wrapped[0]), (ours[2], wrapped[2])):
+        assert (mine.wrapper, other.wrapper) == ("ExperimentalFsdpTower", "MegatronFSDP")
+        for field in ("model", "strategy", "outer_strategy", "axes", "units", "tied", "unused", "optimizers", "notes"):
+            assert getattr(mine, field) == getattr(other, field), field
+        assert mine.memory.persistent_bytes == other.memory.persistent_bytes
+        assert mine.memory.optimizer_bytes == other.memory.optimizer_bytes
+        assert "sync_model_each_microbatch" not in mine.options
+    assert ours[2].units[1].label == "floors.0"
+    assert ours[2].optimizers[0].parameters == FLOORS * 2 + 2
+    traces = ours[1], wrapped[1]
+    spans = [Counter((each.step, each.phase, each.unit) for each in found.spans) for found in traces]
+    assert spans[0] == spans[1]
+    sent = [Counter((each.step, each.purpose, each.num_bytes) for each in found.collectives) for found in traces]
+    assert sent[0] == sent[1] != {}
+    assert ours[1].units == wrapped[1].units == ("(root)", *(f"floors.{floor}" for floor in range(FLOORS)))
+
+
+@on_ranks(4)
+def test_each_unit_says_its_strategy() -> None:
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    tower = Tower()
+    with fully_shard_context("cpu"):
+        fully_shard(tower.floors[0], flat, PLACEMENTS[1])
+        fully_shard(tower.floors[1], hybrid, Placements([0, 1], [R, S], [AVG, S], [S, S]))
+        fully_shard(tower.floors[2], hybrid, Placements([0, 1], [R, R], [AVG, S], [R, S]))
+        fully_shard(tower, flat, PLACEMENTS[0])
+    described = describe(tower)
+    assert described.strategy == "no_shard, optim, optim_grads_params, optim_grads"
+    assert described.outer_strategy == "optim, no_shard"
+    assert [unit.groups[0].main_weight for unit in described.units] == [
+        ("Replicate",),
+        ("Shard",),
+        ("Shard", "Shard"),
+        ("Replicate", "Shard"),
+    ]
+
+
+@on_ranks(2)
+def test_a_log_names_the_unit_of_each_event(tmp_path: Path) -> None:
+    model, optimizer = in_place(3)
+    log_for_hangs(model, tmp_path)
+    plain(model, data())  # type: ignore[arg-type]
+    optimizer.step()
+    dist.barrier()
+    log = read_folder(tmp_path).ranks[dist.get_rank()]
+    dist.barrier()
+    assert [unit.label for unit in log.writer.units] == ["(root)", *(f"floors.{floor}" for floor in range(FLOORS))]
+    gathered = [record.unit for record in log.records if (record.mark, record.phase) == (Mark.BEGINS, Phase.FORWARD)]
+    assert gathered == list(range(FLOORS + 1))
+    assert "keeps a log for hangs" in refusal(log_for_hangs, model, tmp_path)
+    stop_logging_for_hangs(model)
+    log_for_hangs(model, tmp_path)
+
+
+@on_ranks(2)
+def test_a_model_that_is_not_sharded_is_refused() -> None:
+    assert "a Linear that no engines shard was given" in refusal(describe, nn.Linear(2, 2))
+    mesh = init_device_mesh("cpu", (2,))
+    pair = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for module in pair:
+        with fully_shard_context("cpu"):
+            fully_shard(module, mesh, PLACEMENTS[3])
+            assert "no engines" in refusal(trace, module)
+    assert "that 2 engines shard" in refusal(describe, pair)
+    assert describe(pair[0]).model == "Linear"
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(8, TOWER_FEATURES, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return tower_loss(model, x)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@on_ranks(2)
+def test_the_doctor_finds_no_difference(microbatches: int) -> None:
+    report = check_parity(Tower, batch, loss_fn=loss_of, shard_fn=shard_tower, steps=2, microbatches=microbatches)
+    assert report.passed, report.summary()
+    assert report.runs[0].differences == ()
+
+
+@on_ranks(2)
+def test_the_doctor_finds_a_wrong_factor() -> None:
+    def halved(model: nn.Module, _: torch.optim.Optimizer) -> Trained:
+        mesh = init_device_mesh("cpu", (2,))
+        with fully_shard_context("cpu"):
+            fully_shard(model, mesh, PLACEMENTS[3], grad_divisor=2)
+        made = torch.optim.SGD(model.parameters())
+        fully_shard_optimizer(made)
+        return model, made
+
+    report = check_parity(Tower, batch, loss_fn=loss_of, optimizer_fn="sgd", shard_fn=halved, steps=1)
+    assert not report.passed
+
+
+@pytest.mark.parametrize("strategy", PLACEMENTS)
+def test_a_plan_is_what_the_engine_does(strategy: int) -> None:
+    inputs = torch.empty(4, TOWER_FEATURES, device="meta")
+    found = plan(Tower, 8, strategy, inputs=inputs, loss_fn=lambda out: out.square().mean(), fsdp_unit_modules=[Floor])
+    with simulated_ranks(8) as mesh:
+        tower = built_without_memory(Tower)
+        with fully_shard_context("cpu"):
+            for module in (*tower.floors, tower):  # type: ignore[misc]
+                fully_shard(module, mesh, PLACEMENTS[strategy])
+        engine, optimizer = engine_of_model(tower), torch.optim.AdamW(tower.parameters())
+        fully_shard_optimizer(optimizer)
+        for _ in range(2):
+            before = engine.traffic.copy()
+            tower_loss(tower, torch.zeros(4, TOWER_FEATURES)).backward()
+            held = memory_of(engine)
+            optimizer.step()
+            optimizer.zero_grad()
+        sent = engine.traffic.since(before)
+    (axis,) = found.traffic
+    assert (axis.gathers, axis.reductions, axis.sent_bytes) == (
+        sent.gathers,
+        sent.reductions,
+        sent.gather_bytes + sent.reduce_bytes,
+    )
+    assert (found.memory.compute_weights, found.memory.main_gradients) == (
+        held.compute_weight_bytes,
+        held.main_grad_bytes,
+    )
+    assert held.main_weight_bytes == found.memory.main_weights
