@@ -35,10 +35,13 @@ def test_defaults_may_be_written_out() -> None:
         fully_shard_model(nn.Linear(2, 2), outer_dp_sharding_strategy="no_shard", nccl_ub=False)
 
 
-def test_the_class_refuses_another_engine_by_name() -> None:
+def test_the_class_refuses_what_is_not_implemented_by_name() -> None:
     index = FSDPDistributedIndex.__new__(FSDPDistributedIndex)
-    with pytest.raises(NotSupportedYetError, match=r"megatron_fsdp_version=2 \(default 1\)") as caught:
-        MegatronFSDP(nn.Linear(2, 2), index, DistributedDataParallelConfig(megatron_fsdp_version=2))
+    config = DistributedDataParallelConfig(fp8_param_gather=True, reuse_grad_buf_for_mxfp8_param_ag=True)
+    with pytest.raises(
+        NotSupportedYetError, match=r"reuse_grad_buf_for_mxfp8_param_ag=True \(default False\)"
+    ) as caught:
+        MegatronFSDP(nn.Linear(2, 2), index, config)
     assert isinstance(caught.value, NotImplementedError)
 
 

@@ -46,8 +46,6 @@ def test_what_is_not_there_yet_is_refused() -> None:
     for more in ({}, UNITS):
         with pytest.raises(NotSupportedYetError, match="is not supported yet"):
             resolve(fp8_param_gather=True, reuse_grad_buf_for_mxfp8_param_ag=True, **more)
-        with pytest.raises(NotSupportedYetError, match="version=2 is not supported: this package has one engine"):
-            resolve(megatron_fsdp_version=2, **more)
 
 
 def sets(text: str) -> Fields:
@@ -69,6 +67,7 @@ fsdp_all_gather_in_start_param_sync=False :: has no effect
 megatron_fsdp_enable_fine_grained_param_gather :: has no effect
 fsdp_manual_registration nccl_ub :: has no effect without
 megatron_fsdp_cuda_graph_mode :: has no effect without
+megatron_fsdp_version=2 :: has no effect without use_megatron_fsdp=True
 # without effect on units
 num_buckets=2 UNITS :: has no effect with use_megatron_fsdp=True; leave it out
 pad_buckets_for_high_nccl_busbw UNITS :: has no effect with

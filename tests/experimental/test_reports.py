@@ -43,7 +43,7 @@ def shard_tower(tower: nn.Module, optimizer: torch.optim.Optimizer | None = None
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     with fully_shard_context("cpu"):
         for module in (*tower.floors, tower):  # type: ignore[misc]
-            fully_shard(module, mesh, PLACEMENTS[strategy], MixedPrecisionPolicy())  # type: ignore[arg-type]
+            fully_shard(module, mesh, PLACEMENTS[strategy], MixedPrecisionPolicy())
     made = torch.optim.AdamW(tower.parameters(), lr=1e-2 if optimizer is None else optimizer.param_groups[0]["lr"])
     fully_shard_optimizer(made)
     return tower, made

@@ -227,7 +227,8 @@ class DistributedDataParallelConfig:
         reuse_grad_buf_for_mxfp8_param_ag: Gather MXFP8 parameters into the gradient buffer; needs
             ``fp8_param_gather``.
         use_megatron_fsdp: Use the fully sharded engine.
-        megatron_fsdp_version: Version of that engine, 1 or 2.
+        megatron_fsdp_version: How that engine is made: 1: of the whole model; 2: unit by unit, in place, as
+            ``megatron_fsdp.experimental`` does, where nothing is merged.
         use_custom_fsdp: Former name of ``use_megatron_fsdp``; mapped onto it with a ``DeprecationWarning``.
         data_parallel_sharding_strategy: ``"no_shard"``, ``"optim"``, ``"optim_grads"`` or ``"optim_grads_params"``.
         gradient_reduce_div_fusion: Fuse the gradient factor into the reduction.

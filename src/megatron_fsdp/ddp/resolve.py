@@ -29,6 +29,7 @@ _UNITS_ONLY = (
     "megatron_fsdp_max_pool_double_buffer",
     "fsdp_manual_registration",
     "megatron_fsdp_cuda_graph_mode",
+    "megatron_fsdp_version",
 )
 """Fields without effect on buckets."""
 
@@ -91,11 +92,6 @@ def _refuse_not_yet(config: DistributedDataParallelConfig) -> None:
     for name, reason in NOT_IMPLEMENTED.items():
         if getattr(config, name, False):
             raise NotSupportedYetError(f"{name}=True is not supported yet: {reason}; leave it out")
-    if config.megatron_fsdp_version != 1:
-        raise NotSupportedYetError(
-            f"megatron_fsdp_version={config.megatron_fsdp_version} is not supported: this package has one engine; "
-            "leave it at 1"
-        )
 
 
 def _strategy(config: DistributedDataParallelConfig) -> ShardingStrategy:

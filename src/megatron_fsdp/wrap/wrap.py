@@ -35,7 +35,7 @@ from megatron_fsdp.engine.group_plan import (
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.engine.weight_quantizer import encoded_parameters
-from megatron_fsdp.errors import ConfigurationError, has_control_characters, warn_caller
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, has_control_characters, warn_caller
 from megatron_fsdp.formats.tensor_extensions import (
     TensorExtension,
     extension_format,
@@ -53,6 +53,7 @@ from megatron_fsdp.sharding.units import (
 )
 from megatron_fsdp.sharding.weight_formats import WeightFormat
 from megatron_fsdp.state.experts import find_expert_names
+from megatron_fsdp.wrap.in_place import KnownPlans, finish_in_place, shard_in_place
 from megatron_fsdp.wrap.meta_init import (
     check_can_initialise,
     draw_blueprint,
@@ -69,6 +70,10 @@ class Grouping(ModuleEvents, ABC):
     @abstractmethod
     def plan(self, module: nn.Module, sharding: ModelSharding) -> UnitPlan:
         """Return the units of a model, the root first; raise if it cannot be grouped so; the model is only read."""
+
+    def unmerged(self) -> Grouping:
+        """Return the grouping that merges no units."""
+        return self
 
     def cut_numel(self, num_ranks: int) -> int | None:  # noqa: ARG002
         """Return the elements at which the root's parameters are cut into groups; None: never."""
@@ -87,6 +92,10 @@ class UnitGrouping(Grouping):
         dense = sharding.dense.rank_mesh
         alike = sharding.experts is None and dense.tensor_parallel is None
         return plan_units(module, self.unit_modules, self.memory, dense.num_ranks, shapes_are_alike=alike)
+
+    def unmerged(self) -> UnitGrouping:
+        """Return the grouping that merges no units."""
+        return replace(self, memory=replace(self.memory, message_bytes=0))
 
     def cut_numel(self, num_ranks: int) -> int | None:
         """Return the elements at which the root's parameters are cut into groups; None: never."""
@@ -162,6 +171,55 @@ def assemble(
                 expert_names=find_expert_names(units, experts, dist_index.expt_device_mesh),
                 delayed=delayed,
             )
+
+
+def assemble_in_place(
+    module: nn.Module,
+    grouping: Grouping,
+    options: EngineOptions,
+    dist_index: FSDPDistributedIndex,
+    device: torch.device,
+    mode: SyncMode,
+) -> Engine:
+    """Shard a model as one call per unit does (`in_place.py`): units are neither merged nor cut. Collective."""
+    options.check_capture()
+    sharding = _sharding(options, dist_index, device)
+    plan, formats = _plan_together(module, grouping.unmerged(), sharding, mode)
+    _refuse_in_place(plan, sharding, formats)
+    _move_buffers(module, device)
+    _match_ranks(module, sharding)
+    known = KnownPlans()
+    with all_agree(DOING, sharding.reaching_all):
+        for spec in plan.units[::-1]:  # the root last
+            shard_in_place([module.get_submodule(path) for path in spec.modules], sharding.dense, mode, known)
+        return finish_in_place([module], options, mode)
+
+
+def _refuse_in_place(plan: UnitPlan, sharding: ModelSharding, formats: Mapping[str, WeightFormat]) -> None:
+    """Raise for what sharding unit by unit does not do."""
+    options, paths = sharding.options, [path for spec in plan.units for path in spec.modules if path]
+    asked: dict[str, object] = {
+        "delay_wgrad_compute": options.delay_wgrad_compute,
+        "param_name_patterns_for_fp32_local_accumulation": options.param_name_patterns_for_fp32_local_accumulation,
+        "megatron_fsdp_enable_fine_grained_param_gather": options.memory.fine_grained,
+        "suggested_communication_unit_size": options.memory.communication_unit_numel,
+        "init_model_with_meta_device=True": options.init_model_with_meta_device is True,
+        "offload": options.offload,
+        "a weight format, or a tensor class that gathers itself,": formats,
+        "expt_device_mesh": sharding.experts,
+        "tensor parallelism": sharding.dense.rank_mesh.tensor_parallel,
+    }
+
+    def unit_at(name: str) -> str:
+        return next((path for path in paths if name.startswith(f"{path}.")), "")
+
+    asked |= {f"{name}, tied to {of},": True for name, of in plan.aliases if unit_at(name) != unit_at(of)}
+    found = next((name for name, value in asked.items() if value), None)
+    if found is not None:
+        raise NotSupportedYetError(
+            f"{found} cannot be used with megatron_fsdp_version=2, which shards one plain module after another; use "
+            "version 1, or leave it out"
+        )
 
 
 def _shard(

@@ -106,6 +106,9 @@ FIELD_CASES: dict[str, Case] = {
         lambda job: [note.partition(":")[0] for note in job.notes],
         ["--accumulate-allreduce-grads-in-fp32 has no effect of its own"],
     ),
+    "megatron_fsdp_version": Case(
+        "--megatron-fsdp-version 2", lambda job: resolved(job).engine_config.megatron_fsdp_version, 2
+    ),
     "use_custom_fsdp": Case(
         "--use-custom-fsdp",
         lambda job: (job.engine, resolved(job).strategy.name, *job.notes),
@@ -122,7 +125,6 @@ FIELD_CASES: dict[str, Case] = {
 REFUSED_FIELDS = {
     "reuse_grad_buf_for_mxfp8_param_ag": ("--reuse-grad-buf-for-mxfp8-param-ag", "needs --fp8-param-gather"),
     "keep_fp8_transpose_cache": ("--keep-fp8-transpose-cache", "has no effect without --fp8-param-gather"),
-    "megatron_fsdp_version": ("--megatron-fsdp-version 2", "is not supported"),
     "megatron_fsdp_use_decoupled_grad": ("--megatron-fsdp-use-decoupled-grad", "puts gradients where"),
     "megatron_fsdp_cuda_graph_mode": ("--megatron-fsdp-cuda-graph-mode", "keeps memory for CUDA graphs"),
 }
