@@ -18,17 +18,24 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_fsdp import (
     ChainedOptimizer,
     MixedPrecisionPolicy,
+    experimental,
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
 )
-from megatron_fsdp.automodel import AutoModelForCausalLM, MegatronFSDPConfig, connect_optimizer
+from megatron_fsdp.automodel import (
+    AutoModelForCausalLM,
+    DDPConfig,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    connect_optimizer,
+)
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.optimizer import _has_warned, count_kinds, route_line
 from tests.support.api_net import (
@@ -507,19 +514,31 @@ def test_an_optimizer_that_rounds_updates_of_16_bit_weights_away_is_warned_of_on
         for _ in range(2):
             fully_shard_optimizer(ChainedOptimizer(torch.optim.SGD(model.parameters())))
 
-    def automodel() -> None:
+    def automodel(kind: Any = MegatronFSDPConfig) -> None:
         transformers = pytest.importorskip("transformers")
-        config = MegatronFSDPConfig(backend="gloo")
+        config = kind(backend="gloo")
         model = AutoModelForCausalLM.from_config(
             transformers.LlamaConfig(**SMALL), distributed_config=config, dtype=torch.bfloat16
         )
         connect_optimizer(model, torch.optim.AdamW(model.parameters()))
 
-    told = [together(torch.bfloat16, **narrow), warned_of(twice), warned_of(automodel)]
+    def by_module() -> None:
+        module = build().bfloat16()
+        sharded = experimental.Placements([0], *([Shard(0)] for _ in range(3)))
+        policy = MixedPrecisionPolicy(main_params_dtype=torch.bfloat16)
+        with experimental.fully_shard_context("cpu"):
+            experimental.fully_shard(module, mesh(), sharded, policy)
+        experimental.fully_shard_optimizer(torch.optim.AdamW(module.parameters()))
+
+    told = [together(torch.bfloat16, **narrow), warned_of(twice), warned_of(automodel), warned_of(by_module)]
+    told += [warned_of(lambda kind=kind: automodel(kind)) for kind in (FSDP2Config, DDPConfig)]
     if dist.get_rank():
-        assert told == [[], [], []]
+        assert told == [[]] * 6
     else:
-        (policy,), (half,), (fields,) = told
+        (policy,), (half,), (fields,), (alone,), *torchs = told
+        assert alone.endswith("float32: MixedPrecisionPolicy(main_params_dtype=torch.float32)")
+        for (of_torch,) in torchs:
+            assert "give dtype=torch.float32 to from_pretrained" in of_torch
         assert policy.startswith("AdamW updates weights in bfloat16, which rounds updates of less than about a 500th")
         assert policy.endswith("float32: mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32)")
         assert half.startswith("SGD updates weights in float16")

@@ -23,6 +23,7 @@ from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError, waits_f
 from megatron_fsdp.fully_shard import fully_shard_optimizer, ranks_of_parameters
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.optim.grad_norm import check_clipping, combine_powers, compared_arguments, sum_of_powers
+from megatron_fsdp.optim.optimizer import warn_of_lost_updates
 from megatron_fsdp.state.statistics import ProcessGroups
 
 Parts = Tensor | nn.Module | Pipeline | Iterable[Tensor] | Iterable[nn.Module]
@@ -76,6 +77,7 @@ def connect_optimizer(model: Any, optimizer: Any) -> torch.optim.Optimizer:
             "would train nothing; build it on model.parameters() before the first forward with gradients (after one, "
             "FSDP2 shows gathered weights until backward)"
         )
+    warn_of_lost_updates(optimizer, "give dtype=torch.float32 to from_pretrained (FSDP2Config computes in bfloat16)")
     return optimizer
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.errors import NotSupportedYetError
-from megatron_fsdp.optim.optimizer import connect, integrate
+from megatron_fsdp.optim.optimizer import connect, integrate, warn_of_lost_updates
 from megatron_fsdp.optim.step import Engines, engine_of, params_of
 
 
@@ -44,3 +44,4 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer, *, precision_aware: 
         connect(optimizer, engine)
     if engines and not was_connected:
         integrate(optimizer, Engines(engines), describes_state=True)
+        warn_of_lost_updates(optimizer, "MixedPrecisionPolicy(main_params_dtype=torch.float32)")
