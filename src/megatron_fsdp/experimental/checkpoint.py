@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from megatron_fsdp.checkpoint.load import load_checkpoint as load_into
 from megatron_fsdp.wrap.in_place import engine_of_module
-
-_MODEL, _OPTIMIZER = "model", "optimizer"
 
 
 def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -21,7 +19,7 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoi
     Entries are `model.NAME` and `optimizer.state.NAME.KEY`, with global shapes.
     """
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    state_dict_saver.save({_MODEL: of_model, _OPTIMIZER: of_optimizer}, checkpoint_id=checkpoint_dir)
+    state_dict_saver.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=checkpoint_dir)
 
 
 def load_checkpoint(
@@ -33,16 +31,18 @@ def load_checkpoint(
 ) -> None:
     """Load a folder of `save_checkpoint` into a model and its optimizer, in place. Collective.
 
+    It may also be one that `megatron_fsdp.checkpoint` or a wrapper has written, in DCP's way or their own.
+
     Args:
         model: Sharded in any way.
         optimizer: Built on its parameters.
         checkpoint_dir: The folder.
         sync_model_weights: Install the weights now; else the next forward does.
+
+    Raises:
+        CheckpointError: It is no checkpoint, incomplete, damaged or another model's; the same on every rank.
     """
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {_MODEL: of_model, _OPTIMIZER: of_optimizer}
-    state_dict_loader.load(state, checkpoint_id=checkpoint_dir)
-    set_state_dict(model, optimizer, model_state_dict=state[_MODEL], optim_state_dict=state[_OPTIMIZER])
+    load_into(model, optimizer, checkpoint_dir, with_rng=False)
     if sync_model_weights:
         for engine in {id(found): found for module in model.modules() if (found := engine_of_module(module))}.values():
             engine.install_main_weights()

@@ -42,8 +42,9 @@ class LiveTensor:
     @property
     def as_saved(self) -> torch.Tensor:
         """The tensor as checkpoints have it: for experts divided over ranks, this rank's part of all experts."""
-        owner = getattr(self.tensor, "_megatron_fsdp_model", None)
-        return self.tensor if owner is None else owner.checkpoint_names.saved_view(self.name, self.tensor)
+        engine = _engine_of(self.tensor)
+        saved: torch.Tensor = self.tensor if engine is None else engine.expert_names.as_saved(self.name, self.tensor)
+        return saved
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -96,9 +97,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     for engine in engines_of(model):
         engine.refuse_open_pass("files were to be written or read")
     while True:
-        if hasattr(model, "parameter_groups") and not all(
-            hasattr(param, "_megatron_fsdp_model") for param in model.parameters()
-        ):
+        if hasattr(model, "parameter_groups") and not all(hasattr(param, _ENGINE) for param in model.parameters()):
             raise ConfigurationError(
                 "the model shows full parameters at the moment (inside of a forward, or of full_parameters_context); "
                 "load and save outside of that"
@@ -111,11 +110,19 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+_ENGINE = "_fsdp_engine"  # on a sharded parameter
+
+
+def _engine_of(tensor: torch.Tensor) -> Any:
+    """Return the engine that shards a parameter, which cannot be imported into this layer; None for others."""
+    reference = getattr(tensor, _ENGINE, None)
+    return None if reference is None else reference()
+
+
 def engines_of(model: nn.Module) -> list[Any]:
-    """List the engines that shard parameters of a model, each once; they cannot be imported into this layer."""
-    owned = (getattr(param, "_fsdp_engine", None) for param in model.parameters())
-    found = {id(engine): engine for own in owned if own is not None and (engine := own()) is not None}
-    return list(found.values())
+    """List the engines that shard parameters of a model, each once."""
+    found = (_engine_of(param) for param in model.parameters())
+    return list(dict.fromkeys(engine for engine in found if engine is not None))
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -140,12 +147,11 @@ def with_own_classes(module: nn.Module) -> Iterator[None]:
 
 def install_weights(model: nn.Module, tensors: list[LiveTensor]) -> None:
     """Update the compute weights from the main weights that were written."""
-    owners = [getattr(live.tensor, "_megatron_fsdp_model", None) for live in tensors]
-    installs = {id(owner.module): owner for owner in owners if owner is not None}
-    for owner in installs.values():
-        owner.install_optimized_model_weights()
+    engines = {id(engine): engine for live in tensors if (engine := _engine_of(live.tensor)) is not None}
+    for engine in engines.values():
+        engine.install_main_weights()
     install: Any = getattr(model, "install_optimized_model_weights", None)
-    if not installs and install is not None:
+    if not engines and install is not None:
         install()
 
 

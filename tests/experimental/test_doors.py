@@ -1,0 +1,154 @@
+"""Checkpoints that one way of sharding has written, read by the other, and by one process without sharding."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp import experimental, fully_shard
+from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.checkpoint.hf import load_hf, save_hf
+from tests.conftest import RunRanks
+from tests.experimental.test_fully_shard import Block, Net, blocks_and_root, mesh_of, shard
+from tests.support.on_ranks import fixed_seed
+
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def in_place(net: nn.Module, strategy: str = "zero-3") -> Trained:
+    shard(net, [strategy], blocks_and_root)
+    optimizer = adamw(net)
+    experimental.fully_shard_optimizer(optimizer)
+    return net, optimizer
+
+
+def wrapped(net: nn.Module) -> Trained:
+    return fully_shard(net, adamw(net), mesh_of(1), dp_shard_dim="inner", fsdp_unit_modules=[Block])
+
+
+def plain(net: nn.Module) -> Trained:
+    return net, adamw(net)
+
+
+DOORS: dict[str, Callable[[nn.Module], Trained]] = {"in place": in_place, "wrapped": wrapped, "plain": plain}
+
+
+def trained(door: str, seed: int) -> Trained:
+    with fixed_seed(seed):
+        model, optimizer = DOORS[door](Net())
+        for _ in range(2):
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and moments, whole, by the names of the plain model; the output shows that compute weights are new."""
+    names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
+    found: dict[str, Any] = dict(zip(names, model.parameters(), strict=True))
+    for name, param in zip(names, model.parameters(), strict=True):
+        found |= {f"{name}.{kind}": value for kind, value in optimizer.state[param].items()}
+    with torch.no_grad():
+        found["output"] = model(torch.ones(2, 6))
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach() for name, value in found.items()
+    }
+
+
+def stripped(value: Any) -> Any:
+    """Return a state dict without the wrapper's prefix of names."""
+    if isinstance(value, dict):
+        return {stripped(key): stripped(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [stripped(each) for each in value]
+    return value.removeprefix("module.") if isinstance(value, str) else value
+
+
+def save_dcp(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As a program that knows torch alone."""
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state_dict_saver.save({"model": stripped(of_model), "optimizer": stripped(of_optimizer)}, checkpoint_id=folder)
+
+
+def load_dcp(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    of_model, of_optimizer = get_state_dict(model, optimizer)  # the tensors themselves, which are read in place
+    state_dict_loader.load({"model": stripped(of_model), "optimizer": stripped(of_optimizer)}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+
+
+Act = Callable[[str, nn.Module, torch.optim.Optimizer], object]
+
+WRITERS: dict[str, Act] = {
+    "checkpoint": lambda folder, model, optimizer: save_checkpoint(model, optimizer, folder, iteration=1),
+    "experimental": lambda folder, model, optimizer: experimental.save_checkpoint(model, optimizer, folder),
+    "dcp": save_dcp,
+}
+READERS: dict[str, Act] = {
+    "checkpoint": lambda folder, model, optimizer: load_checkpoint(model, optimizer, folder, with_rng=False),
+    "experimental": lambda folder, model, optimizer: experimental.load_checkpoint(model, optimizer, folder),
+    "dcp": load_dcp,
+}
+
+
+def saved(door: str, folder: str) -> dict[str, Tensor]:
+    both = trained(door, 0)
+    for writer, save in WRITERS.items():
+        save(f"{folder}/{writer}", *both)
+    return state_of(*both)
+
+
+def loaded(door: str, folder: str, wanted: dict[str, Tensor]) -> dict[str, list[str]]:
+    """Return the tensors that differ from those that were saved, by writer and reader."""
+    found = {}
+    for writer in WRITERS:
+        for reader, load in READERS.items():
+            if reader == "dcp" and writer != "dcp":
+                continue  # torch alone knows neither our sections nor prefixes
+            both = trained(door, 1)
+            load(f"{folder}/{writer}", *both)
+            state = state_of(*both)
+            assert state.keys() == wanted.keys()
+            found[f"{writer} to {reader}"] = [
+                name for name, value in state.items() if not torch.equal(value, wanted[name])
+            ]
+    return found
+
+
+@pytest.mark.parametrize("source", DOORS)
+def test_checkpoints_of_all_doors_load_into_each_other(run_ranks: RunRanks, source: str, tmp_path: Path) -> None:
+    wanted = run_ranks(2, saved, source, str(tmp_path))[0]
+    assert len(wanted) == 1 + 4 * len(list(Net().parameters()))
+    for ranks, door in ((3, "in place"), (3, "wrapped"), (1, "plain")):
+        for found in run_ranks(ranks, loaded, door, str(tmp_path), wanted):
+            assert found == {key: [] for key in found}, door
+
+
+def exported(door: str, folder: str) -> dict[str, Tensor]:
+    both = trained(door, 0)
+    save_hf(both[0], folder)
+    return state_of(*both)
+
+
+def imported(door: str, folder: str) -> dict[str, Tensor]:
+    both = trained(door, 1)
+    load_hf(both[0], folder)
+    return state_of(*both)
+
+
+@pytest.mark.parametrize(("source", "target"), [("in place", "wrapped"), ("wrapped", "in place")])
+def test_files_of_hugging_face_go_in_and_out(run_ranks: RunRanks, source: str, target: str, tmp_path: Path) -> None:
+    wanted = run_ranks(2, exported, source, str(tmp_path))[0]
+    for found in run_ranks(3, imported, target, str(tmp_path)):
+        names = [name for name, _ in Net().named_parameters()]
+        assert all(torch.equal(found[name], wanted[name]) for name in (*names, "output"))
