@@ -3,15 +3,11 @@
     python tools/fuzz.py --cases 500 --first-seed 1000
     python tools/fuzz.py --cases 500 --buckets
     python tools/fuzz.py --cases 500 --checkpoints
-    python tools/fuzz.py --cases 10000 --deterministic
 
 With `--buckets` models are wrapped by `DistributedDataParallel`.
 
 With `--checkpoints` each model is trained and saved under one random arrangement, loaded under another one, and
 compared bit for bit.
-
-With `--deterministic` models are trained with `deterministic="world"` on 1, 2, 3, 4, 5, 6 and 8 ranks in turn, some
-with a weight format, and compared bit for bit.
 
 Each case follows from its seed alone; a failure prints the seed, the case and what differed, and
 `--first-seed SEED --cases 1` runs it again.
@@ -33,13 +29,10 @@ from tests.fuzzing.buckets import draw_bucket_case, play_buckets_on_rank
 from tests.fuzzing.case import Case, draw_case
 from tests.fuzzing.checkpoints import draw_pair, load_on_rank, save_on_rank
 from tests.fuzzing.run import judge, play_on_rank
-from tests.fuzzing.same_bits import draw_deterministic_case, play_deterministic_cases
 from tests.support.dcp_contents import assert_same_contents, contents
 from tests.support.worker_pool import WorkerError, WorkerPool
 
 Pools = dict[int, WorkerPool]
-CASES_A_CALL = 50
-DETERMINISTIC_RANKS = (1, 2, 3, 4, 5, 6, 8)
 
 
 def run_case(case: Case, pools: Pools) -> list[str]:
@@ -76,34 +69,6 @@ def guarded(run: Callable[[], list[str]], ranks: set[int], pools: Pools) -> list
         return [str(error)[-2500:] if isinstance(error, WorkerError) else traceback.format_exc(limit=-6)]
 
 
-def _play_deterministic_cases(ranks: int, start: int, count: int, pools: Pools, found: dict[int, str]) -> list[str]:
-    """Put differences into `found`, by seed."""
-    found.update(_pool(ranks, pools).run(play_deterministic_cases, start, count, timeout_s=1200.0)[0])
-    return []
-
-
-def run_worlds(first_seed: int, cases: int) -> int:
-    """Run cases with `deterministic="world"`, many per call of the workers; return the number that failed."""
-    pools: Pools = {}
-    seen: Counter[str] = Counter()
-    failed = 0
-    for position, start in enumerate(range(first_seed, first_seed + cases, CASES_A_CALL)):
-        ranks = DETERMINISTIC_RANKS[position % len(DETERMINISTIC_RANKS)]
-        count = min(CASES_A_CALL, first_seed + cases - start)
-        drawn = [draw_deterministic_case(seed, ranks) for seed in range(start, start + count)]
-        seen.update(f"{case.family}, strategy {case.strategy}, {case.mesh}, {case.outer_strategy}" for case in drawn)
-        found: dict[int, str] = {}
-        told = guarded(partial(_play_deterministic_cases, ranks, start, count, pools, found), {ranks}, pools)
-        failed += len(found) + (count if told else 0)
-        for text in (*found.values(), *told):
-            print(f"{ranks} ranks, seeds from {start} FAILED: {text}", flush=True)
-        print(f"{start + count - first_seed} cases, {failed} failed", flush=True)
-    for pool in pools.values():
-        pool.stop()
-    print(f"{cases} cases, {failed} failed, {len(seen)} kinds of model, strategy and mesh")
-    return failed
-
-
 def main() -> int:
     """Run the cases; return exit status 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -112,11 +77,8 @@ def main() -> int:
     parser.add_argument("--max-ranks", type=int, default=4)
     parser.add_argument("--buckets", action="store_true")
     parser.add_argument("--checkpoints", action="store_true")
-    parser.add_argument("--deterministic", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.worlds:
-        return min(1, run_worlds(arguments.first_seed, arguments.cases))
     pools: Pools = {}
     failed: list[int] = []
     seen: Counter[str] = Counter()

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.bench import Run, perform, run_to_end, runs
-from benchmarks.operators import MovedModel, engine_copies, ring_bytes
+from benchmarks.bench import run_to_end
+from benchmarks.operators import MovedModel, ring_bytes
 from benchmarks.phases import PhaseNotes, host_microseconds_by_pass, main, phase_rows
-from tests.support.settling import LIMIT_S, settled
+from tests.support.settling import settled
 
 
 def notes(*walls: float) -> PhaseNotes:
@@ -68,22 +68,6 @@ def test_copies_are_counted_by_what_they_write() -> None:
     assert (counted.moved.copied_numel, counted.moved.sent_bytes) == (6 + 6 + 12 + 6 + 6, 0)
 
 
-def test_copies_belong_to_the_innermost_module_that_is_not_torchs() -> None:
-    code = "def copy(of):\n    return of.clone()\n"
-    modules = {name: {"__name__": name} for name in ("megatron_fsdp.engine.some", "somebody")}
-    for scope in modules.values():
-        exec(code, scope)
-    tensor = torch.ones(3)
-    with MovedModel(2) as counted:
-        for scope in modules.values():
-            scope["copy"](tensor)
-        torch.nn.utils.parameters_to_vector([tensor, tensor])  # inside of torch: this test has asked for it
-    copied = counted.moved.copied_by
-    assert copied == {**dict.fromkeys(modules, 3), __name__: 6}
-    assert sum(copied.values()) == counted.moved.copied_numel
-    assert engine_copies(copied) == 3
-
-
 @pytest.mark.full
 def test_one_rank_of_eight_takes_less_than_the_bare_model(tmp_path: Path) -> None:
     """Real memory and real steps, with collectives that send nothing; as on a GPU, in a rank of its own."""
@@ -96,25 +80,6 @@ def test_one_rank_of_eight_takes_less_than_the_bare_model(tmp_path: Path) -> Non
     assert peaks["floor"] > 3 * weights_bytes  # weights and moments, all of them
     assert 3 * weights_bytes / 8 < peaks["ours-3"] < 0.8 * peaks["floor"]
     assert {row["phase"] for row in found["rows"]} == {"forward", "backward"}
-
-
-def test_runs_have_names_of_their_own() -> None:
-    every = runs(is_quick=False)
-    assert len({run.name for run in every}) == len(every)
-    assert {run.name for run in runs(is_quick=True)} <= {run.name for run in every}
-
-
-@pytest.mark.parametrize(("arguments", "rounds"), [((False, None), "4"), ((True, None), "3"), ((False, 20), "20")])
-def test_rounds_can_be_chosen(arguments: tuple[bool, int | None], rounds: str) -> None:
-    run = next(run for run in runs(*arguments) if run.name == "many-small-2")
-    assert run.arguments[run.arguments.index("--steps") + 1] == rounds
-
-
-@pytest.mark.full
-def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
-    document, problem = perform(Run("step", "phases.py", ("nonsense",), LIMIT_S), tmp_path)
-    assert document is None
-    assert problem.startswith("ended with exit code 2: phases.py: error: argument what: invalid choice: 'nonsense'")
 
 
 def test_a_run_that_is_given_up_leaves_no_process_behind(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.source_tree import ROOT
-from tools.mutants import Mutant, Outcome, as_table, failing_test, load_mutants
+from tools.mutants import Mutant, failing_test, load_mutants
 
 MUTANTS = load_mutants()
 
@@ -48,16 +48,3 @@ def test_the_first_failing_test_is_named(tmp_path: Path, text: str, found: str |
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test_it.py").write_text(text)
     assert failing_test(tmp_path, ["tests"], 600.0) == (None if found is None else f"tests/{found}")
-
-
-def test_a_hang_is_ended_and_found(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text("import threading; threading.Event().wait()")
-    assert failing_test(tmp_path, ["."], 1.0) == "a hang of ."
-
-
-def test_results_are_a_table() -> None:
-    mutant = MUTANTS[0]
-    outcomes = [Outcome(mutant, "tests/t.py::test_a"), Outcome(mutant, "tests/t.py", is_short=False), Outcome(mutant)]
-    told = [line.rpartition(" | ")[2] for line in as_table(outcomes).splitlines()[4:]]
-    assert told == ["`tests/t.py::test_a` |", "full suite only: `tests/t.py` |", "missed |"]
-    assert as_table(outcomes).splitlines()[0].endswith("the short suite finds 1 of 3.")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fsdp.train.console import Display, averaged, console, duration, figures, header, stamped
-from megatron_fsdp.train.measure import Evaluation, Progress, StepRecord
+from megatron_fsdp.train.console import Display, averaged, console, duration, figures
+from megatron_fsdp.train.measure import Evaluation, StepRecord
 from megatron_fsdp.train.recorder import read_lines
 from tests.conftest import RunRanks
 from tests.support.train_program import train
@@ -74,47 +74,6 @@ def test_each_interval_has_a_line_and_each_evaluation() -> None:
     assert lines[1] == "step  10/300  held-out loss 1.750"
     assert lines[2].startswith("step 289/300  0:00 left  ")
     assert len(lines) == 3
-
-
-def test_short_steps_have_a_line_every_few_seconds_and_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines, now_s = list[str](), [100.0]
-    monkeypatch.setattr("megatron_fsdp.train.console.time.monotonic", lambda: now_s[0])
-    display = Display(lines.append, 300, every_s=5.0)
-    for step in range(1, 13):
-        now_s[0] += 1.0
-        display.on_steps([record(step, tokens_per_s=float(step))])
-    display.close()
-    assert [line[:12] for line in lines] == ["step   1/300", "step   6/300", "step  11/300", "step  12/300"]
-    assert "  tokens/s 4  " in lines[1], "the mean of those that had no line"
-
-
-@pytest.mark.parametrize(("columns", "most"), [("80", 80), ("300", 100)])
-def test_lines_fit_the_width(monkeypatch: pytest.MonkeyPatch, columns: str, most: int) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    lines: list[str] = []
-    say = stamped(lines.append)
-    Display(say, 100_000).on_steps([record(99_999, skipped=3, tokens_per_s=12_345_678.0, peak_bytes=123 * 2**30)])
-    lines += header([("options", "--some-flag with-a-value " * 30), ("steps", "3")])
-    assert max(len(line) for text in lines for line in text.splitlines()) <= most
-    assert re.match(r"\d\d:\d\d:\d\d step  99999/100000  0:00 left  loss 0.000  skipped 3  MFU 40.0%", lines[0])
-    assert re.match(r" {9}\S", lines[1].splitlines()[1])
-    assert lines[2] == "steps    3"
-
-
-def test_a_terminal_has_a_bar_below_the_lines_and_keeps_its_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = io.StringIO()
-    monkeypatch.setattr(written, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stdout", written)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "xterm")
-    display = Display(console(is_first=True), 300)
-    display.start(Progress(steps=100))
-    display.on_steps([record(150)])
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.getvalue())
-    assert "step 150/300  1:15 left  loss 0.033" in shown
-    assert "150/300 steps  1:15 left" in shown
-    display.close()
-    assert "\x1b[?25l" not in written.getvalue()
 
 
 def test_speeds_are_those_of_all_steps_together() -> None:

@@ -1,6 +1,5 @@
 """What ended a rank on its way to the person who started the run, over streams that may be closed, full, or unread."""
 
-import sys
 import time
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.failures import Failure, NotSavedError, find_cause, report_failure, tell, write_failure
+from megatron_fsdp.train.failures import Failure, NotSavedError, find_cause, report_failure, write_failure
 
 
 def failed(local_rank: int, path: Path, exitcode: int = 1) -> ProcessFailure:
@@ -70,27 +69,6 @@ def test_exit_code_survives_where_the_error_cannot_be_written(
     assert (cause.rank, cause.code, cause.text) == (1, 6, "it ended with exit code 6 and without a word")
 
 
-def test_half_an_error_file_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill_disk(_: object, path: Path) -> None:
-        path.write_text('{"mess')
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("megatron_fsdp.train.failures.write_failure", fill_disk)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    assert report_failure(raised(NotSavedError("no room")), rank=1) == 6
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_torchrun_a_wrong_setting_is_shown_by_the_first_rank_only(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    report_failure(raised(ConfigurationError("no text")), rank=1)
-    assert capsys.readouterr().err == ""
-    report_failure(raised(ConfigurationError("no text")), rank=0)
-    assert capsys.readouterr().err == "error: no text\n"
-
-
 def test_torchrun_is_told_a_sentence_and_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,16 +84,6 @@ def test_torchrun_is_told_a_sentence_and_no_traceback(
     monkeypatch.setenv("MEGATRON_FSDP_MEETING", "file:///x")  # our own launcher says it
     report_failure(raised(ConfigurationError("no text")), rank=0)
     assert capsys.readouterr().err == ""
-
-
-def test_words_are_told_on_a_line_of_their_own_and_closed_streams_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tell("one\ntwo\n\n")
-    assert capsys.readouterr().err == "one\ntwo\n"
-    monkeypatch.setattr(sys, "stderr", None)  # closed from the start
-    monkeypatch.setattr(sys, "stdout", None)
-    tell("one")
 
 
 def test_wrong_setting_is_one_line(tmp_path: Path) -> None:

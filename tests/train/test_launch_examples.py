@@ -1,10 +1,7 @@
 """The files that start the trainer elsewhere: what can be checked without Slurm, Kubernetes and Ray."""
 
-import py_compile
-import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,19 +13,6 @@ from tests.support.source_tree import ROOT
 
 FOLDER = ROOT / "examples" / "launch"
 FLAGS = {flag for action in make_parser()._actions for flag in action.option_strings}
-OF_TORCHRUN = {"--nnodes", "--nproc-per-node", "--rdzv-id", "--rdzv-backend", "--rdzv-endpoint", "--max-restarts"}
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_the_slurm_script_is_a_script_and_asks_slurm_for_what_recovery_needs() -> None:
-    path = FOLDER / "slurm.sbatch"
-    subprocess.run(["bash", "-n", str(path)], check=True)
-    lines = path.read_text().splitlines()
-    asked = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
-    assert {"--requeue", "--signal=B:TERM@300", "--ntasks-per-node=1"} <= asked
-    code = "\n".join(line for line in lines if not line.startswith("#"))
-    used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", code)) - {"--kill-on-bad-exit", "--signal"}
-    assert used == OF_TORCHRUN | {"--out"}
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -63,11 +47,3 @@ def test_the_manifest_is_a_train_job_whose_flags_exist() -> None:
     assert flags <= FLAGS
     values = dict(argument.split("=") for argument in trainer["args"])
     assert values["--save"] == values["--load"]
-
-
-def test_the_entry_for_ray_compiles_and_says_what_it_needs(tmp_path: Path) -> None:
-    path = FOLDER / "ray_train.py"
-    py_compile.compile(str(path), cfile=str(tmp_path / "x.pyc"), doraise=True)
-    ended = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    assert ended.stderr.startswith(("Ray Train is not installed here", "usage: ray_train.py"))

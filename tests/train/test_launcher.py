@@ -1,19 +1,16 @@
 """How many ranks are started, with which variables, on which device, by which back end, and with which streams."""
 
 import json
-import os
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train import ranks
 from megatron_fsdp.train.program import choose_ranks, find_device_type, is_rank, rank_environment, run_rank
 from tests.support.forked_programs import Program, trainer
-from tests.support.train_program import LIMIT_S, OPTIONS, environment, metrics, write_text
+from tests.support.train_program import LIMIT_S, OPTIONS, environment
 
 
 @pytest.mark.parametrize(
@@ -53,37 +50,6 @@ def test_missing_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 # ---- the back end ----------------------------------------------------------------------------------------------------
 
-ASKED = "asked"
-
-
-def trainer_that_notes_back_ends(argv: Sequence[str]) -> int:
-    """The trainer; ranks append the back end that they meet by to a file in TMPDIR. Torch's own choice is no gloo."""
-    module: Any = ranks
-    meet = module.dist.init_process_group
-
-    def note(backend: str, **more: Any) -> None:
-        with Path(os.environ["TMPDIR"], ASKED).open("a") as file:
-            file.write(f"{backend}\n")
-        meet("gloo", **{**more, "device_id": None})
-
-    module.dist.init_process_group = note
-    module.dist.get_default_backend_for_device = lambda _: "the one for this device"
-    return trainer(argv)
-
-
-@pytest.mark.full(short=["option1-gloo"])
-@pytest.mark.parametrize(
-    ("option", "met_by"), [((), "the one for this device"), (("--distributed-backend", "gloo"), "gloo")]
-)
-def test_ranks_meet_by_the_back_end_that_was_asked_for(option: tuple[str, ...], met_by: str, tmp_path: Path) -> None:
-    text, out = str(write_text(tmp_path / "text.txt")), tmp_path / "out"
-    options = ("--data-path", text, "--out", str(out), "--exit-interval", "1", *option)
-    program = Program(trainer_that_notes_back_ends, [*OPTIONS, *options], environment(TMPDIR=str(tmp_path)))
-    shown = program.communicate(timeout=LIMIT_S)
-    assert program.returncode == 0, shown
-    assert (tmp_path / ASKED).read_text().splitlines() == [met_by] * 2
-    assert len(metrics(out)) == 1
-
 
 @pytest.mark.parametrize("starter", [trainer, run_rank])
 def test_a_back_end_that_does_not_reach_the_device_is_refused_on_all_ranks(starter: Any, tmp_path: Path) -> None:
@@ -104,24 +70,3 @@ def test_a_back_end_that_does_not_reach_the_device_is_refused_on_all_ranks(start
 
 
 # ---- streams that are full or closed ---------------------------------------------------------------------------------
-
-
-def on_a_full_disk(argv: Sequence[str]) -> int:
-    full = os.open("/dev/full", os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(full, stream)
-    return trainer(argv)
-
-
-def with_closed_streams(argv: Sequence[str]) -> int:
-    for stream in (0, 1, 2):
-        os.close(stream)
-    sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]  # as Python does
-    return trainer(argv)
-
-
-@pytest.mark.parametrize("program", [on_a_full_disk, with_closed_streams])
-def test_a_wrong_option_has_its_code_where_it_cannot_be_told(program: Callable[[Sequence[str]], int]) -> None:
-    run = Program(program, [*OPTIONS, "--lr", "-1"], environment())
-    run.communicate(timeout=LIMIT_S)
-    assert run.returncode == 2

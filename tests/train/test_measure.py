@@ -11,7 +11,6 @@ import torch
 from megatron_fsdp.trace.recorder import Recorder
 from megatron_fsdp.train.loop import Run, train
 from megatron_fsdp.train.measure import (
-    Evaluation,
     Speed,
     StepRecord,
     optimizer_bytes,
@@ -125,20 +124,3 @@ def test_one_step_of_each_interval_is_measured_and_no_bit_changes(run_ranks: Run
         losses = [[(r.loss, r.grad_norm) for call in calls for r in call] for calls in (with_it, without)]
         assert losses[0] == losses[1]
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
-def test_each_step_has_its_own_speed(run_ranks: RunRanks) -> None:
-    calls, *_ = run_ranks(2, trained, ("--no-log-exposed-communication",))[0]
-    records = [record for call in calls for record in call]
-    assert len({record.step_s for record in records}) == len(records)
-    for before, record in zip([None, *records], records, strict=False):
-        assert record.step_s == record.elapsed_s - (0.0 if before is None else before.elapsed_s)
-        assert math.isclose(record.tokens_per_s, 2 * 2 * 16 / record.step_s)
-        assert math.isclose(record.tflops, 2e9 / record.step_s / 2 / 1e12)
-        assert math.isclose(record.mfu, record.tflops / 0.5)
-
-
-def test_perplexity_of_any_loss() -> None:
-    assert Evaluation(1, 2.0).perplexity == math.exp(2.0)
-    assert Evaluation(1, 1e4).perplexity == math.inf
-    assert math.isnan(Evaluation(1, math.nan).perplexity)

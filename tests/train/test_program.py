@@ -85,29 +85,6 @@ def test_nothing_listens_to_the_outside_and_an_interrupt_ends_all_without_a_trac
     assert metrics(tmp_path)[0]["step"] == 1
 
 
-@pytest.mark.full
-@only_linux
-def test_a_killed_rank_ends_the_run_with_its_own_code(text_file: Path, tmp_path: Path) -> None:
-    process = started_forever(text_file, tmp_path)
-    ranks = children_of(process.pid)
-    os.kill(ranks[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 7
-    assert errors == "rank 1: it was ended by SIGKILL, as after kill -9 or when the machine's memory runs out\n"
-    assert [rank for rank in ranks if Path(f"/proc/{rank}").exists()] == []
-
-
-@only_linux
-def test_a_rank_that_crashes_leaves_its_stacks(text_file: Path, tmp_path: Path) -> None:
-    process = started_forever(text_file, tmp_path)
-    os.kill(children_of(process.pid)[1], signal.SIGSEGV)
-    _, errors = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 7
-    assert errors.startswith("Fatal Python error: Segmentation fault\n")
-    assert " in run_rank\n" in errors
-    assert errors.endswith("rank 1: it was ended by SIGSEGV\n")
-
-
 # ---- under torchrun --------------------------------------------------------------------------------------------------
 
 STEPS = 60

@@ -16,8 +16,6 @@ from megatron_fsdp.train.ranks import Rank
 from megatron_fsdp.train.recorder import (
     JsonLines,
     Recorder,
-    applied,
-    engine_words,
     from_line,
     header_rows,
     read_lines,
@@ -91,38 +89,6 @@ def test_header_says_what_was_given_by_whom_and_what_became_of_it(tmp_path: Path
 def test_dtypes_are_those_that_the_engine_will_use(flags: tuple[str, ...], expected: tuple[str, ...]) -> None:
     names = ("compute", "main weights", "main gradients", "gradient communication")
     assert row_of(job_of(*flags), "dtypes") == ", ".join(map(" ".join, zip(names, expected, strict=True)))
-
-
-def test_engines_and_sizes_in_words() -> None:
-    replicated = ("--no-use-megatron-fsdp", "--data-parallel-sharding-strategy", "no_shard")
-    assert engine_words(job_of(*replicated)) == "ddp, buckets"
-    assert engine_words(job_of(*replicated, "--use-distributed-optimizer")) == "ddp, buckets, distributed optimizer"
-    cut = job_of(
-        "--use-torch-fsdp2",
-        "--no-use-megatron-fsdp",
-        "--transformer-impl",
-        "transformers",
-        "--tensor-model-parallel-size",
-        "2",
-        ranks=4,
-    )
-    assert engine_words(cut) == "torch FSDP2"
-    assert row_of(cut, "ranks") == "2 on cpu: data 2 x tensor 2"
-    assert row_of(job_of(), "ranks") == "2 on cpu"
-
-
-def test_the_file_has_every_option_with_its_value_and_origin() -> None:
-    job = job_of("--train-iters", "20", "--bf16", "--grad-reduce-in-bf16", "--ddp-bucket-size", "1000")
-    found = json.loads(to_json(applied(job)), parse_constant=pytest.fail)
-    assert found["options"]["train_iters"] == 20
-    assert found["options"]["ddp_bucket_size"] == 1000
-    assert found["options"]["log_interval"] == 5
-    assert found["origins"]["train_iters"] == "command line"
-    assert found["origins"]["hidden_size"] == "preset tiny"
-    assert "log_interval" not in found["origins"]
-    assert found["batch"] == {"micro": 4, "total": 8, "ranks": 2, "microbatches": 1, "filled": 0}
-    assert (found["engine"], found["dtype"], found["train_iters"]) == ("megatron_fsdp", "bfloat16", 20)
-    assert found["ddp"]["megatron_fsdp_grad_comm_dtype"] == "bfloat16"
 
 
 def test_a_record_comes_back_as_it_was_written() -> None:
@@ -212,22 +178,6 @@ def test_a_run_from_the_start_begins_anew_and_other_ranks_keep_and_write_nothing
     assert lines(read_lines(tmp_path / "metrics.jsonl", StepRecord)) == lines([record(1)])
     started(tmp_path, 0)
     assert read_lines(tmp_path / "metrics.jsonl", StepRecord) == []
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
-def test_a_full_disk_is_said_once_and_does_not_end_the_run(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    recorder, display = started(tmp_path, 0)
-    path.symlink_to("/dev/full")
-    recorder.on_steps([record(1)])
-    recorder.on_steps([record(2)])
-    path.unlink()  # there is room again
-    recorder.on_steps([record(3)])
-    recorder.close()
-    said = [text for text in display.seen if isinstance(text, str)]
-    assert len(said) == 1
-    assert said[0].startswith("metrics.jsonl cannot be written ([Errno 28] No space left on device)")
-    assert lines(read_lines(path, StepRecord)) == lines([record(3)])
 
 
 def test_a_writer_that_cannot_even_begin_is_left_out_and_its_passwords_are_not_shown() -> None:

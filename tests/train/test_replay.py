@@ -13,7 +13,7 @@ from megatron_fsdp.cli.main import main
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.measure import StepRecord
 from megatron_fsdp.train.models.trained import Trained
-from megatron_fsdp.train.recorder import METRICS_FILE, read_lines
+from megatron_fsdp.train.recorder import METRICS_FILE
 from megatron_fsdp.train.replay import first_difference, replay
 from tests.conftest import RunRanks
 from tests.support.train_program import train, write_text
@@ -157,9 +157,3 @@ def test_the_first_difference_is_that_of_what_is_computed_first() -> None:
         first_difference(record, replace(other, loss=2.0, data_checksum=78))
         == "data: recorded checksum 77, replayed 78"
     )
-
-
-def test_without_digests_the_lines_are_as_before(run_ranks: RunRanks, tmp_path: Path) -> None:
-    text = str(write_text(tmp_path / "text"))
-    run_ranks(2, train, *WORLD, *UNITS, "optim", "--data-path", text, "--out", str(tmp_path / "out"))
-    assert all(record.digests == {} for record in read_lines(tmp_path / "out" / METRICS_FILE, StepRecord))

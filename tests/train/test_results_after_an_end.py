@@ -3,12 +3,10 @@
 import contextlib
 import io
 import json
-import os
 import shutil
 import subprocess
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from megatron_fsdp.hang.log_file import process_of
 from megatron_fsdp.train import run_job
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.recorder import METRICS_FILE, to_json
-from megatron_fsdp.train.run_job import SUMMARY_FILE, claim_results, end_summary
+from megatron_fsdp.train.run_job import SUMMARY_FILE, claim_results
 from tests.conftest import RunRanks
 from tests.support.train_program import job_of, refusal, train, write_text
 
@@ -110,28 +108,3 @@ def test_a_claim_lasts_as_long_as_the_launcher_restarts_included(
             claim_results(first, held, goes_on=True)
             raise RuntimeError
     assert take(first, goes_on=True) == folder, "its launcher is gone"
-
-
-def test_a_run_without_a_folder_has_one_of_its_name_or_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    assert take(job_of()) == tmp_path / "runs" / "job-7"
-    for name in ("none", "../x"):
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
-        assert take(job_of()).name.endswith(f"-{os.getpid()}")
-
-
-def test_a_run_that_ends_early_says_why() -> None:
-    job, limit = job_of("--exit-interval", "5"), "--exit-duration-in-mins 5 says (from the preset tiny)"
-    told = partial(end_summary, is_interrupted=False)
-    assert told(job, 5) == "ended after 5 of 8 steps, as --exit-interval 5 says (from the command line)"
-    assert told(job, 4) == f"ended after 4 of 8 steps, as {limit}"
-    assert told(job, 8) == told(job_of("--skip-train"), 0) == ""
-
-
-def test_a_run_that_is_asked_to_end_says_how_to_go_on() -> None:
-    told = partial(end_summary, job_of("--save", "a"), is_interrupted=True)
-    assert told(7) == "stopped and saved after 7 steps; --load a goes on from there"
-    assert told(8).startswith("stopped and saved after all 8 steps; --load a --skip-train measures")

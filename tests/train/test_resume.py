@@ -14,7 +14,6 @@ import pytest
 from megatron_fsdp.checkpoint.convert.groups import export_group_map_json
 from megatron_fsdp.train.models.trained import Trained
 from tests.conftest import RunRanks
-from tests.support.forked_programs import children_of
 from tests.support.train_program import (
     LIMIT_S,
     OPTIONS,
@@ -227,18 +226,6 @@ def test_an_interrupted_run_is_saved_and_goes_on(run_ranks: RunRanks, data: tupl
     run_ranks(2, train, *whole)
     both = by_step(first, *NUMBERS) | by_step(tmp_path / "second_out", *NUMBERS)
     assert both == by_step(tmp_path / "whole", *NUMBERS)
-
-
-@pytest.mark.full
-def test_one_rank_that_is_asked_to_end_is_enough(data: tuple[str, str], tmp_path: Path) -> None:
-    folder, out = tmp_path / "saved", tmp_path / "out"
-    process = start(*data, "--save", str(folder), "--train-iters", "1000000", "--out", str(out))
-    wait_for(lambda: steps_done(out) >= 2, process)
-    os.kill(children_of(process.pid)[1], signal.SIGTERM)
-    shown, errors = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, errors) == (0, "")
-    assert "stopped and saved after" in shown
-    assert (folder / POINTER).read_text().strip() == str(len(metrics(out)))
 
 
 # ---- ranks that are killed at random moments, also while they save --------------------------------------------------

@@ -14,7 +14,6 @@ from megatron_fsdp.train.measure import Evaluation, Progress, Writer
 from megatron_fsdp.train.options.checks import require_there
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World, resolve
-from megatron_fsdp.train.program import start_ranks
 from megatron_fsdp.train.recorder import applied, find_writers, step_scalars
 from tests.train.records import record
 
@@ -104,13 +103,6 @@ def test_wandb_gets_one_run_over_restarts(tmp_path: Path, monkeypatch: pytest.Mo
     assert SECRET not in str(calls)
 
 
-def test_trackers_that_nobody_asked_for_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("wandb", "tensorboard", "torch.utils.tensorboard", "torch.utils.tensorboard.writer"):
-        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
-    train_twice(job_of(), tmp_path)
-    assert (tmp_path / "metrics.jsonl").exists()
-
-
 @pytest.mark.parametrize(("flag", "package"), [("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb")])
 def test_a_missing_package_is_refused_in_words(flag: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else pytest.fail(name))
@@ -121,15 +113,6 @@ def test_a_missing_package_is_refused_in_words(flag: str, package: str, monkeypa
     assert str(caught.value) == (
         f"{flag} needs the package {package}, which is not installed; run pip install {how}, or leave it out"
     )
-
-
-def test_it_is_refused_before_any_rank_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr("megatron_fsdp.train.program.launch", lambda *_: pytest.fail("ranks were started"))
-    assert start_ranks(["--preset", "tiny", "--device", "cpu", "--wandb-project", "mine"]) == 2
-    assert capsys.readouterr().err.startswith("error: --wandb-project needs the package wandb")
 
 
 def test_names_are_those_of_megatron_and_what_is_not_known_is_left_out() -> None:

@@ -2,13 +2,10 @@
 
 import multiprocessing
 import os
-import pickle
 import signal
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,21 +28,12 @@ from megatron_fsdp.train.data.tokens import (
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import BatchPlan, Job, World, resolve
 from tests.support.array_tokens import in_memory
-from tests.support.settling import settled
 
 
 @given(count=st.integers(1, 600), key=st.binary(max_size=32))
 def test_every_place_is_taken_once(count: int, key: bytes) -> None:
     permutation = Permutation(count, key)
     assert sorted(permutation(i) for i in range(count)) == list(range(count))
-
-
-@given(count=st.integers(1, 10**15), index=st.integers(0, 10**15 - 1))
-def test_places_of_huge_texts_are_in_range_and_differ(count: int, index: int) -> None:
-    permutation = Permutation(count, b"k")
-    places = {permutation((index + i) % count) for i in range(min(count, 5))}
-    assert len(places) == min(count, 5)
-    assert 0 <= min(places) <= max(places) < count
 
 
 def test_the_permutation_is_this_one_on_every_machine() -> None:
@@ -179,22 +167,6 @@ def workers() -> Callable[[], set[int | None]]:
     return lambda: {child.pid for child in multiprocessing.active_children()} - before
 
 
-def test_closing_ends_workers_and_threads(token_file: TokenFile, workers: Callable[[], set[int | None]]) -> None:
-    before = threading.active_count()
-    feed = make_feed(data_of(token_file), job_of("--num-workers", "2"), 0)
-    assert workers() == set()  # none before the first step
-    feed.batches(0)
-    first = workers()
-    assert len(first) == 2
-    feed.batches(100)  # a jump: others in their place
-    assert first & workers() == set()
-    feed.close()
-    assert workers() == set()
-    # Threads end a moment after their workers.
-    assert settled(threading.active_count, lambda count: count <= before) <= before
-    feed.close()
-
-
 def test_workers_outlive_signals_that_a_rank_deals_with(
     token_file: TokenFile, workers: Callable[[], set[int | None]]
 ) -> None:
@@ -245,12 +217,3 @@ def test_held_out_samples_are_each_counted_once_whatever_the_ranks(token_file: T
         if count > 0
     ]
     assert sorted(counted) == [0, 10, 20, 30, 40, 50, 60, 70, 80, 90]
-
-
-def test_no_token_travels_to_a_worker(token_file: TokenFile) -> None:
-    microbatches = Microbatches(token_file, ORDER, BatchPlan(2, 4, 1), 0)
-    size = len(pickle.dumps(microbatches))
-    expected = microbatches[0, 0]
-    sent: Any = pickle.loads(pickle.dumps(microbatches))
-    assert len(pickle.dumps(microbatches)) == size
-    assert equal([sent[0, 0]], [expected])

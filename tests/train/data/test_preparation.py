@@ -1,7 +1,6 @@
 """From what --data-path names to tokens on all ranks: every kind of source, kept for later runs, whole or not."""
 
 import itertools
-import json
 import os
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from tokenizers import Tokenizer
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.data import preparation
 from megatron_fsdp.train.data.preparation import (
-    END_OF_TEXT,
     SIDE_FILE,
     TOKENIZER_FILE,
     ByteTokenizer,
@@ -147,14 +145,6 @@ def test_the_folder_is_named_after_all_that_decides_the_tokens(folder: Path, tmp
     assert name_of("--seed", "9", "--split", "9,1") == names[-1]
 
 
-def test_a_run_may_write_into_what_it_reads(folder: Path) -> None:
-    job = job_of(folder)
-    first = prepare(job, folder / "run")
-    (folder / "run" / "applied.json").write_text("{}")
-    (folder / "run" / "metrics.jsonl").write_text("no JSON")
-    assert prepare(job, folder / "run").training == first.training
-
-
 def test_a_preparation_that_ends_early_leaves_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,15 +156,6 @@ def test_a_preparation_that_ends_early_leaves_nothing(
         with pytest.raises(KeyboardInterrupt):
             prepare(job_of(folder), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_files_left_out_are_told(tmp_path: Path) -> None:
-    path = tmp_path / "texts"
-    path.mkdir()
-    (path / "a.txt").write_text("text " * 200)
-    (path / "b.png").write_bytes(b"\xff\xd8")
-    notes = prepare(job_of(path), tmp_path / "out").notes
-    assert notes == (f"files left out, as they are no UTF-8 text: 1, first {path / 'b.png'}",)
 
 
 def refused(path: Path, out: Path, *options: str) -> str:
@@ -204,18 +185,6 @@ def test_a_too_small_text_is_refused_with_the_numbers(tmp_path: Path) -> None:
     assert prepare(job_of(tmp_path / "a.txt", "--seq-length", "99"), tmp_path / "out").held_out.count == 100
 
 
-def test_damaged_tokens_are_refused(folder: Path, tmp_path: Path) -> None:
-    job = job_of(folder)
-    data = prepare(job, tmp_path)
-    made = data.training.path.parent
-    data.training.path.write_bytes(b"short")
-    with pytest.raises(ConfigurationError, match=r"tokens\.bin has 5 bytes and its index says .* damaged"):
-        read_data(job, made)
-    (made / SIDE_FILE).write_text("{}")
-    with pytest.raises(ConfigurationError, match=r"tokens\.json cannot be read .*or it was damaged: remove its folder"):
-        read_data(job, made)
-
-
 def test_contents_and_not_time_stamps_decide_which_tokens_are_used(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,16 +211,6 @@ def test_tokens_that_are_not_those_that_were_written_are_refused(folder: Path, t
         ConfigurationError, match=r"does not hold the tokens that its tokens\.json describes: .* remove"
     ):
         prepare(job_of(folder), tmp_path)
-
-
-def test_large_files_are_hashed_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "_CHUNK", 10)
-    file = tmp_path / "a"
-    found = set()
-    for text in ("0123456789" * 3, "0123456789" * 4, "1023456789" + "0123456789" * 2, "0123456789" * 2 + "012345678x"):
-        file.write_text(text)
-        found.add(*preparation.digests_of([file]))
-    assert len(found) == 4
 
 
 def prepare_on_ranks(paths: list[Path], outs: list[Path], local: str) -> tuple[str, int] | str:
@@ -315,13 +274,6 @@ def test_the_last_documents_are_held_out_and_a_third_share_comes_after_them(fold
     assert len(list((tmp_path / "out").iterdir())) == 1  # another split needs no other tokens
 
 
-def test_the_end_of_a_single_text_is_held_out(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("0123456789" * 100)
-    data = prepare(job_of(tmp_path / "a.txt"), tmp_path / "out")
-    assert bytes(data.training.open()) == b"0123456789" * 95 + b"0"
-    assert bytes(data.held_out.open()) == (b"0123456789" * 5)[1:] + b"\0"
-
-
 @given(cuts=st.lists(st.integers(1, 6), min_size=1, max_size=6), batch=st.integers(1, 9))
 def test_pieces_and_batches_do_not_change_bytes(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int], batch: int
@@ -337,37 +289,6 @@ def test_pieces_and_batches_do_not_change_bytes(
     assert bytes(pair.tokens.open()) == b"".join(whole)
     places = [pair.document_start(number) for number in range(pair.documents + 1)]
     assert places == [0, *itertools.accumulate(map(len, whole))]
-
-
-def test_a_tokenizer_is_trained_on_an_even_sample(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(preparation, "train_bpe", lambda texts, _: seen.extend(texts) or ByteTokenizer())
-    monkeypatch.setattr(preparation, "SAMPLE_BYTES", -(-sum(map(len, TEXTS)) // 10))
-    prepare(job_of(folder, "--tokenizer-type", "bpe"), tmp_path / "out")
-    assert seen == TEXTS[::10]
-
-
-def test_another_end_of_a_text_beside_the_tokenizer_makes_other_tokens(folder: Path, tmp_path: Path) -> None:
-    vocabulary = train_bpe(TEXTS, 290)
-    vocabulary.save(tmp_path / "tokenizer.json")
-    settings, tokenizer = tmp_path / "tokenizer_config.json", Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    job = job_of(folder, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path))
-    ends = []
-    for end in (END_OF_TEXT, tokenizer.id_to_token(1)):
-        settings.write_text(json.dumps({"eos_token": end}))
-        ends.append(prepare(job, tmp_path / "out").end_id)
-    assert ends == [vocabulary.end_id, 1]
-
-
-def test_ids_with_their_tokenizer_have_text(tmp_path: Path) -> None:
-    bpe = train_bpe(TEXTS, 290)
-    bpe.save(tmp_path / "tokenizer.json")
-    write_indexed(tmp_path / "ids", [[np.append(ids, bpe.end_id)] for ids in bpe.encode(TEXTS)])
-    options = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
-    job = job_of(tmp_path / "ids", *options)
-    assert text_of(prepare(job, tmp_path / "out"), job.options, tmp_path / "out") == TEXTS
 
 
 def test_when_another_machine_is_faster_its_tokens_are_used(

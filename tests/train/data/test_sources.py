@@ -2,15 +2,13 @@
 
 import json
 import os
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.data import preparation
-from megatron_fsdp.train.data.preparation import LIBRARY_BYTES, Source, Texts, find_source
+from megatron_fsdp.train.data.preparation import Source, Texts, find_source
 
 
 def write_files(folder: Path, contents: dict[str, bytes]) -> None:
@@ -39,15 +37,6 @@ def test_what_is_neither_a_file_nor_a_folder_is_refused(tmp_path: Path) -> None:
         find_source(tmp_path / "pipe")
     with pytest.raises(ConfigurationError, match="--data-path no/such/place does not exist: give a text file"):
         find_source(Path("no/such/place"))
-
-
-def test_default_is_the_standard_library_without_tests() -> None:
-    source = find_source(None)
-    assert source.root == Path(sysconfig.get_paths()["stdlib"])
-    found = names(source)
-    assert "argparse.py" in found
-    assert not any("site-packages" in name or name.startswith("test/") or not name.endswith(".py") for name in found)
-    assert source.size <= LIBRARY_BYTES == 24 * 1024**2
 
 
 @pytest.mark.parametrize("said", ["ids.part", "ids.part.bin", "ids.part.idx"])
@@ -195,37 +184,3 @@ def test_of_several_parts_train_or_the_only_one_is_read_and_others_are_refused(t
         read(tmp_path / "two")
     with pytest.raises(ConfigurationError, match="no text in a column 'n': give --json-key with one of 'text', 'part'"):
         read(tmp_path / "two" / "left", "n")
-
-
-def test_without_the_package_a_data_set_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "dataset_dict.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        ConfigurationError, match=r"needs the package datasets, which is not installed; run .*, or give text"
-    ):
-        read(tmp_path)
-
-
-def test_a_data_set_without_rows_or_damaged_is_refused(tmp_path: Path) -> None:
-    save_dataset(tmp_path / "none", {"text": []})
-    with pytest.raises(ConfigurationError, match=r"cannot be read by `datasets` .*, as where it has no rows"):
-        read(tmp_path / "none")
-    write_files(tmp_path, {"state.json": b"{}", "dataset_info.json": b"{}"})
-    with pytest.raises(ConfigurationError, match="cannot be read by `datasets`"):
-        read(tmp_path)
-
-
-def test_a_json_file_is_lines_only_where_it_begins_with_one(tmp_path: Path) -> None:
-    for text, expected in (
-        ('{"text": "t"}\n{"text": "u"}\n', ["t", "u"]),
-        ('{\n  "text": "t"\n}\n', ['{\n  "text": "t"\n}\n']),
-        ("[1, 2]\n", ["[1, 2]\n"]),
-    ):
-        (tmp_path / "a.JSON").write_text(text)
-        assert read(tmp_path) == expected
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\xef\xbb\xbf")
-    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "t"}\n')
-    assert read(tmp_path) == ["a\ufeff", "t"]

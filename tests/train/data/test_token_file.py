@@ -158,22 +158,6 @@ def test_damaged_pairs_are_refused(tmp_path: Path, index: bytes, ids: bytes, sai
         open_indexed(write_pair(tmp_path / "ids", index, ids))
 
 
-def test_sequences_are_checked_beyond_the_first_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_file, "_BLOCK", 2)
-    write_indexed(tmp_path / "ids", [[[i]] for i in range(5)], "|u1")
-    assert documents_of(tmp_path / "ids") == [[0], [1], [2], [3], [4]]
-    content = bytearray(idx_of(tmp_path / "ids").read_bytes())
-    content[34 + 4 * 5 + 8 * 4] = 9
-    with pytest.raises(ConfigurationError, match="sequences do not lie one after another"):
-        open_indexed(write_pair(tmp_path / "ids", bytes(content), bytes(5)))
-
-
-def test_checksums_tell_ids_and_their_order_apart(tmp_path: Path) -> None:
-    contents = ([1, 2, 3], [1, 3, 2], [1, 2], [1, 2, 3, 3])
-    files = [token_bytes(tmp_path / str(place), ids) for place, ids in enumerate(contents)]
-    assert len({digest(file, 4) for file in files}) == len(files)
-
-
 def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
     write_indexed(tmp_path / "ids", [[[0, 1, 2, 3], [4, 5]], [], [[7]]], "|u1")
     assert documents_of(tmp_path / "ids") == [[0, 1, 2, 3, 4, 5], [], [7]]

@@ -55,19 +55,6 @@ def test_settings_beside_it_say_which_token_ends_a_text(tmp_path: Path, said: ob
     assert load_tokenizer(tmp_path).end_id == 2
 
 
-@pytest.mark.parametrize("settings", ["no json", "[]", '{"eos_token": null}', '{"eos_token": "absent"}'])
-def test_useless_settings_are_passed_over(tmp_path: Path, settings: str) -> None:
-    words(tmp_path, ["[UNK]", "<eos>"])
-    (tmp_path / "tokenizer_config.json").write_text(settings)
-    (tmp_path / "special_tokens_map.json").write_text(settings)
-    assert load_tokenizer(tmp_path).end_id == 1
-
-
-def test_texts_are_never_cut_off_or_padded(tmp_path: Path) -> None:
-    found = load_tokenizer(words(tmp_path, ["[UNK]", "a", "</s>"], limit=2))
-    assert [ids.tolist() for ids in found.encode(["a a a a", "a"])] == [[1, 1, 1, 1], [1]]
-
-
 def test_a_missing_or_damaged_tokenizer_and_one_without_an_end_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=r"--tokenizer-model .* has no tokenizer\.json: give such a file or a folder"

@@ -112,19 +112,6 @@ def test_presets_have_their_number_of_parameters(name: str, expected: int) -> No
     assert sum(isinstance(module, Block) for module in model.modules()) == PRESETS[name]["num_layers"]
 
 
-def test_names_of_a_preset() -> None:
-    assert [name for name, _ in make_model().named_parameters()][:8] == [
-        "embedding.weight",
-        "blocks.0.attention_norm.weight",
-        "blocks.0.attention.query_key_value.weight",
-        "blocks.0.attention.output.weight",
-        "blocks.0.attention.query_norm.weight",
-        "blocks.0.attention.key_norm.weight",
-        "blocks.0.feed_forward_norm.weight",
-        "blocks.0.feed_forward.gate_and_value.weight",
-    ]
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -193,10 +180,3 @@ def test_recomputation_keeps_less_and_changes_nothing() -> None:
     assert sizes["full", 2] == all_kept - 2 * a_block
     assert sizes["full", None] == all_kept - 3 * a_block
     assert sizes["full", None] < sizes["selective", None] < 0.9 * all_kept
-
-
-def test_base_sets_the_slowest_frequency() -> None:
-    x = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64).expand(1, 1, 2, 4)
-    second = rotate(x, base=100.0)[0, 0, 1]  # its frequency is 100 ** -0.5
-    torch.testing.assert_close(second[1], torch.tensor(0.1).cos().double(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(second[3], torch.tensor(0.1).sin().double(), rtol=1e-6, atol=0)

@@ -1,7 +1,6 @@
 """Checkpoints of the trainer as Hugging Face folders: equal logits, and what is refused."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +76,6 @@ def test_other_decoders_are_refused_by_what_they_have(
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_without_what_the_run_says_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved(tmp_path / "run", {"--norm-epsilon": "0.001"})
-    assert exported(tmp_path) == 2
-    assert "does not say --num-attention-heads, which the weights do not show" in capsys.readouterr().err
-
-
-def changed(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda config: config.update({name: value})
-
-
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
@@ -111,18 +100,3 @@ def test_a_config_that_contradicts_the_run_is_refused(
     assert exported(tmp_path, "--config", str(tmp_path / "config")) == (0 if name is None else 2)
     assert told in capsys.readouterr().err
     assert (tmp_path / "out" / "tokenizer.json").exists() == (name is None)
-
-
-def test_the_config_of_a_transformers_model_is_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    config = transformers.LlamaConfig(**shape, num_attention_heads=4, rms_norm_eps=1e-5)
-    model = transformers.LlamaForCausalLM(config)
-    config.save_pretrained(tmp_path / "config")
-    for epsilon, status in (("1e-06", 2), ("1e-05", 0)):
-        root = tmp_path / epsilon
-        facts = {"--norm-epsilon": epsilon, "--num-attention-heads": "4", "rms_norm_eps of the model": epsilon}
-        save_checkpoint(model, None, root / "run", iteration=1, extra={"trainer": TrainingState(facts)})
-        assert exported(root, "--config", str(tmp_path / "config")) == status
-    assert "rms_norm_eps is 1e-05 there and 1e-06 in the run" in capsys.readouterr().err
-    assert exported(root) == 2
-    assert "give --config FOLDER" in capsys.readouterr().err

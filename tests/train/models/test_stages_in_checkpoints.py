@@ -9,7 +9,7 @@ import torch
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from tests.conftest import RunRanks
-from tests.support.on_ranks import of_ranks, on_ranks, refusal, same_on_ranks
+from tests.support.on_ranks import of_ranks, on_ranks
 from tests.train.models.runs import LLAMA, MIXTRAL, TIED, prepare, train_plainly, train_with_checkpoints
 
 FSDP2 = {"use_torch_fsdp2": True}
@@ -68,34 +68,6 @@ def test_stages_and_whole_models_go_on_from_each_other(
     for _, _, groups in saved:
         names = [name for group in groups for name in group["params"]]
         assert sorted(names) == sorted(f"module.{name}" for name in plain.weights)
-
-
-@pytest.fixture(scope="module")
-def three_layers(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder to which two stages of three layers have saved."""
-    folder = str(tmp_path_factory.mktemp("three") / "saved")
-    run_ranks(2, train_with_checkpoints, {**LLAMA, **STAGES, "num_layers": 3, "train_iters": 1, "save": folder})
-    return folder
-
-
-@pytest.mark.full
-@on_ranks(2)
-def test_what_does_not_fit_one_stage_is_refused_by_all(three_layers: str) -> None:
-    values = {**LLAMA, **STAGES, "load": three_layers}
-    fewer, more = (refusal(train_with_checkpoints, {**values, "num_layers": layers}) for layers in (2, 4))
-    assert "unexpected:\n  model.module.model.layers.2." in fewer
-    assert "missing:\n  model.module.model.layers.3." in more
-    assert fewer.count("layers.1.") == more.count("layers.1.") == more.count("layers.2.") == 0
-
-
-@on_ranks(2)
-def test_all_ranks_are_told_what_any_stage_has_loaded(three_layers: str) -> None:
-    run = prepare({**LLAMA, **STAGES, "num_layers": 4})
-    report = load_checkpoint(run.trained.model, run.trained.optimizer, three_layers, strict=False)
-    loaded, missing = same_on_ranks((report.loaded, report.missing))
-    assert {"model.module.model.embed_tokens.weight", "model.module.lm_head.weight"} <= set(loaded)
-    assert missing
-    assert all("layers.3." in key for key in missing)
 
 
 @pytest.mark.full

@@ -153,11 +153,6 @@ def test_what_a_file_must_not_say(text: str, words: str, write: Write) -> None:
     assert words in refusal(write(text))
 
 
-def test_of_a_flag_that_is_given_twice_the_last_holds() -> None:
-    options = parse_options(["--lr", "0.1", "--swiglu", "--seed", "3", "--lr", "0.2", "--no-swiglu", "--seed", "3"])
-    assert (options.optimizer.lr, options.model.swiglu, options.training.seed) == (0.2, False, 3)
-
-
 def test_a_file_in_the_folder_of_a_user_is_found_and_one_that_is_not_there_told(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,23 +172,10 @@ def test_flags_do_not_silently_undo_what_a_file_contradicts(write: Write) -> Non
     )
 
 
-def test_what_a_file_says_makes_a_preset_give_way(write: Write) -> None:
-    options = read(write("preset: tiny\nhf_config: model.json\nlr_warmup_iters: 3\n"))
-    assert options.model.num_layers is None
-    assert options.model.seq_length == 64
-    assert not options.is_given("lr_warmup_fraction")
-
-
 def test_the_strategy_without_a_flag_is_that_of_megatrons_command_line() -> None:
     assert parse_options(["--use-megatron-fsdp"]).ddp.data_parallel_sharding_strategy == "optim_grads_params"
     assert parse_options(["--use-custom-fsdp"]).ddp.data_parallel_sharding_strategy == "optim_grads_params"
     assert parse_options([]).ddp.data_parallel_sharding_strategy == "no_shard"
-
-
-def test_two_files_are_refused(write: Write) -> None:
-    path = write("preset: tiny\n")
-    told = refusal(path, "--config other.yaml").splitlines()
-    assert told[0] == "--config is given twice: give one file"
 
 
 def test_all_that_is_wrong_is_told_at_once_with_file_and_line(write: Write) -> None:
@@ -218,7 +200,3 @@ def test_all_that_is_wrong_is_told_at_once_with_file_and_line(write: Write) -> N
         "7: invalid --fsdp-double-buffer 2: give true or false",
         "invalid --micro-batch-size 0: give 1 or more",
     ]
-
-
-def test_a_preset_of_the_command_line_wins_over_that_of_the_file(write: Write) -> None:
-    assert read(write("preset: cpu-small\n"), "--preset tiny").model.hidden_size == 64

@@ -1,7 +1,6 @@
 """Options that a run shows: each changes its steps, its evaluations or its end, on one rank."""
 
 import json
-import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.train.console import library_messages
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import World, resolve
 from megatron_fsdp.train.ranks import Rank
@@ -68,10 +66,6 @@ def test_batches_evaluations_and_the_end_are_as_they_are_said(
     assert all(step["params_norm"] > 0 and step["num_zeros_in_grad"] >= 0 for step in changed["steps"])
 
 
-def test_training_ends_when_time_is_over(run: Callable[[str], dict[str, Any]]) -> None:
-    assert [step["step"] for step in run("--exit-duration-in-mins 1e-9")["steps"]] == [1]
-
-
 def test_an_evaluation_sees_as_many_batches_as_it_is_said(
     base: dict[str, Any], run: Callable[[str], dict[str, Any]]
 ) -> None:
@@ -84,17 +78,3 @@ def test_skipping_training_leaves_the_initial_weights(run: Callable[[str], dict[
     result = run("--skip-train")
     assert result["progress"]["steps"] == 0
     assert result["held_out_loss"] == pytest.approx(math.log(256), rel=0.1)
-
-
-@pytest.mark.parametrize(("level", "shown"), [(None, "info"), (10, "debug\ninfo\nof another"), (40, "")])
-def test_messages_of_loggers_have_the_level_that_is_asked_for(level: int | None, shown: str) -> None:
-    lines: list[str] = []
-    logger, root = logging.getLogger("megatron_fsdp"), logging.getLogger()
-    before = root.level
-    with library_messages(lines.append, level):
-        logger.debug("debug")
-        logger.info("info")
-        logging.getLogger("another").debug("of another")
-        assert root.level == (before if level is None else level)
-    assert root.level == before
-    assert "\n".join(lines) == shown
