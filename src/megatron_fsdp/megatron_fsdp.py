@@ -67,6 +67,7 @@ from megatron_fsdp.state.statistics import (
     parameter_digests,
     parameter_statistics,
 )
+from megatron_fsdp.wrap.shard_unit import refuse_torch
 from megatron_fsdp.wrap.wrap import Grouping, UnitGrouping, assemble, assemble_in_place
 
 StateDict = dict[str, Any]
@@ -281,6 +282,7 @@ class MegatronFSDP(nn.Module):
         if options.strategy is ShardingStrategy.optim_grads_params:
             # `generate` of transformers then goes on until all ranks are done, and layers that it drops by chance run.
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        refuse_torch(self)
         self._is_wrapped = True
 
     # ---- properties that clients read ----------------------------------------------------------------------------

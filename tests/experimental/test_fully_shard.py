@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
+from megatron_fsdp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    MixedPrecisionPolicy,
+    fully_shard_model,
+)
 from megatron_fsdp.experimental import (
     Placements,
     fully_shard,
@@ -423,9 +429,51 @@ def test_bad_input_is_refused_and_changes_nothing() -> None:
     assert engine_of_module(net.first) is context.engine
     net.first(torch.ones(1, 6))
     assert "sharded already" in refusal(ValueError, lambda: fully_shard_model(net))
-    of_torch = nn.Linear(2, 2)
-    torch.distributed.fsdp.fully_shard(of_torch, mesh=mesh)
-    assert "sharded by FSDP2" in refusal(ValueError, lambda: _in_context(of_torch, mesh, zero3))
+
+
+SHARDED_HERE = "sharded by megatron_fsdp already; leave torch's fully_shard out, or call it instead"
+
+
+def _facts(model: nn.Module) -> list[Any]:
+    """Return what sharding changes of a model: classes, hooks and parameters."""
+    held = [(type(part), len(part._forward_pre_hooks), len(part._forward_hooks)) for part in model.modules()]
+    return [*held, *map(id, model.parameters())]
+
+
+@pytest.mark.parametrize("kind", ["in place", "wrapper", "inside of it", "buckets"])
+@on_ranks(2)
+def test_torch_does_not_shard_what_is_sharded_here(kind: str) -> None:
+    net, mesh = Net(), mesh_of(1)
+    model: nn.Module = net
+    if kind == "in place":
+        shard(net, ["zero-3"], blocks_and_root)
+    elif kind == "buckets":
+        model = DistributedDataParallel(DistributedDataParallelConfig(), net)
+    else:
+        wrapper = fully_shard_model(net, mesh, fsdp_unit_modules=[Block])
+        model = wrapper if kind == "wrapper" else net
+    for part in (model, net.blocks[0], net.blocks[0].outer):
+        before = _facts(model)
+        said = refusal(ValueError, partial(torch.distributed.fsdp.fully_shard, part, mesh=mesh))
+        assert said == f"this module is {SHARDED_HERE}"
+        assert _facts(model) == before
+    model(batches(1, 0)[0, 0]).sum().backward()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@on_ranks(2)
+def test_nothing_here_shards_what_torch_has_sharded(whole: bool) -> None:
+    net, mesh = Net(), mesh_of(1)
+    torch.distributed.fsdp.fully_shard(net if whole else net.blocks[1], mesh=mesh)
+    before = _facts(net)
+    where = "the model" if whole else "the model at blocks.1"
+    for call in (
+        lambda: _in_context(net, mesh, placements("zero-3")),
+        lambda: fully_shard_model(net, mesh),
+        lambda: DistributedDataParallel(DistributedDataParallelConfig(), net),
+    ):
+        assert f"{where} is sharded by FSDP2 (torch's fully_shard) already" in refusal(ValueError, call)
+        assert _facts(net) == before
 
 
 def _in_context(module: nn.Module, mesh: DeviceMesh, given: Placements) -> None:

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY
 
 from megatron_fsdp.comm.agreement import is_first_in, raise_together
 from megatron_fsdp.comm.axis import backend_of, is_simulated
@@ -33,7 +34,7 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ScheduleConfig, Scheduler, SyncMode
 from megatron_fsdp.engine.unit import Owner, StructureCheck, Unit
 from megatron_fsdp.engine.weight_quantizer import WeightQuantizer
-from megatron_fsdp.errors import warn_caller
+from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.formats.fp8_linear import Fp8Quantizer, emulation_note
 from megatron_fsdp.formats.tensor_extensions import ExtensionQuantizer, tensor_extension_of
 from megatron_fsdp.sharding.mesh import RankMesh
@@ -87,7 +88,30 @@ def shard_unit(
     for original_name, original in replaced:
         mark_replaced(original_name, original)
     describe_in_state_dicts(unit, modules.values())
+    for module in modules.values():
+        refuse_torch(module)
     return unit
+
+
+class _Sharded(dict[str, object]):
+    """The composable interfaces of torch that were applied to a sharded module, which torch asks before the next one.
+
+    Its `fully_shard` would take sharded parameters for tensor-parallel ones.
+    """
+
+    def __contains__(self, interface: object) -> bool:
+        """Raise if torch's `fully_shard` asks."""
+        if interface == "fully_shard":
+            raise ConfigurationError(
+                "this module is sharded by megatron_fsdp already; leave torch's fully_shard out, or call it instead"
+            )
+        return super().__contains__(interface)
+
+
+def refuse_torch(module: nn.Module) -> None:
+    """Have torch's `fully_shard` of a sharded module, and of those inside, raise before it changes anything."""
+    for part in module.modules():
+        part.__dict__.setdefault(REGISTRY_KEY, _Sharded())
 
 
 def _quantizer(
