@@ -19,7 +19,7 @@ from megatron_fsdp.automodel.architecture import find_layers, text_config
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.recompute import PRODUCTS, every_second_product, keeping_every_second_product
 
-_MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
+MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
 _MARK = "_models_without_packed_sequences"
 
 
@@ -126,11 +126,11 @@ def checkpoint_layers(
 def checkpoint_mlps(model: nn.Module) -> None:
     """Recompute the MLP (or mixture of experts) of each decoder layer."""
     for name, layer in find_layers(model).named():
-        found = [part for part_name, part in layer.named_children() if part_name in _MLP_NAMES]
+        found = [part for part_name, part in layer.named_children() if part_name in MLP_NAMES]
         if not found:
             raise ConfigurationError(
                 f"activation_checkpointing=True, but {name} ({type(layer).__name__}) has no module called "
-                f"{', '.join(_MLP_NAMES)} to recompute; set it to False"
+                f"{', '.join(MLP_NAMES)} to recompute; set it to False"
             )
         for part in found:
             recompute_in_backward(part)

@@ -322,6 +322,8 @@ def _check_job(job: Job, path: Path) -> None:
         "--recompute-num-layers": training.recompute_granularity == "full"
         and training.recompute_num_layers is not None
         and "plan all blocks or none: leave it out",
+        "--recompute-modules": set(training.recompute_modules) - {"core_attn"}
+        and "plan --recompute-granularity full or none: leave it out",
         f"--config {path} gives the shape of a model of transformers": model.transformer_impl != "local"
         and not (model.hf_config or model.hf_model)
         and "set hf_config in it",

@@ -350,7 +350,7 @@ class RunCheckpoints:
         without_rng = finetunes or (options.no_save_rng if is_own else options.no_load_rng)
         extra = {} if finetunes else self._extra()
         fresh = {name: state.state_dict() for name, state in extra.items()}
-        strict = options.strict_fsdp_dtensor_load
+        strict = options.is_strict
         verifies = options.verify_integrity if self._job.options.is_given("verify_integrity") else None  # if it has any
         try:
             with _own_group_options(trained.optimizer):

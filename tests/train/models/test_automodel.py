@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import TrainingOptions
 from tests.conftest import RunRanks
 from tests.support.on_ranks import on_ranks
@@ -16,6 +17,7 @@ from tests.train.models.runs import (
     DECODER,
     IDS,
     LLAMA,
+    MIXTRAL,
     initial_weights,
     job_of,
     plain_model,
@@ -77,11 +79,11 @@ def test_what_does_not_fit_is_refused_on_every_rank(run_ranks: RunRanks, folder:
 pytest.importorskip("transformers")
 
 
-def kept_and_gradients(options: TrainingOptions) -> tuple[int, list[Tensor]]:
+def kept_and_gradients(options: TrainingOptions, start: dict[str, Any] = LLAMA) -> tuple[int, list[Tensor]]:
     """Elements that autograd keeps, and all gradients."""
     from megatron_fsdp.train.models.automodel import recompute_layers
 
-    model = plain_model(job_of({**LLAMA, "num_layers": 3}, 1)).train()
+    model = plain_model(job_of({**start, "num_layers": 3}, 1)).train()
     recompute_layers(model, options)
     kept, known = [], {parameter.data_ptr() for parameter in model.parameters()}
 
@@ -107,6 +109,20 @@ def test_the_first_layers_are_recomputed() -> None:
     assert two[0] < 0.7 * all_kept
     for _, recomputed in (one, two, three):
         assert all(torch.equal(mine, plain) for mine, plain in zip(recomputed, gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "start"), [(("mlp",), LLAMA), (("layernorm", "mlp"), LLAMA), (("moe", "shared_experts"), MIXTRAL)]
+)
+def test_parts_of_layers_are_recomputed(words: Any, start: dict[str, Any]) -> None:
+    chosen = TrainingOptions(recompute_granularity="selective", recompute_modules=words)
+    kept, gradients = kept_and_gradients(chosen, start)
+    all_kept, expected = kept_and_gradients(TrainingOptions(), start)
+    assert kept < 0.9 * all_kept
+    assert all(torch.equal(mine, plain) for mine, plain in zip(gradients, expected, strict=True))
+    other = TrainingOptions(recompute_granularity="selective", recompute_modules=("shared_experts",))
+    with pytest.raises(ConfigurationError, match=r"--recompute-modules shared_experts: the layers of .* have no such"):
+        kept_and_gradients(other, start)
 
 
 @pytest.mark.full(short=["model0"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import OPTIONS
 from megatron_fsdp.train.options.command_line import parse_options
@@ -30,6 +31,44 @@ def job_of(words: str, world: World) -> Job:
     return resolve(parse_options(words.split()), world)
 
 
+@pytest.mark.parametrize(
+    ("words", "formats"),
+    [
+        ("--fp8-param-gather --fp8-format hybrid", "fp8"),
+        ("--fp8-param-gather --fp8-format e4m3 --fp8-recipe mxfp8", "mxfp8"),
+        ("--fp4-param-gather --fp4-format e2m1 --fp4-recipe nvfp4", "nvfp4"),
+    ],
+)
+def test_a_recipe_chooses_the_weight_format(words: str, formats: str) -> None:
+    job = job_of(f"{UNITS} {words}", World(RANKS, "cuda"))
+    assert resolve_ddp(job.ddp, RANKS, 1000).policy.weight_formats == {"*": formats}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--fp8-recipe blockwise --fp8-param-gather", "invalid --fp8-recipe blockwise: give one of tensorwise, mxfp8"),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "--fp8-format and --fp8-recipe would do nothing: .*weight-format fp8"),
+        ("--fp4-format e2m1", "--fp4-format would do nothing: .* --fp4-param-gather too"),
+        ("--fp8-param-gather --fp8-recipe mxfp8 --keep-fp8-transpose-cache", "--keep-fp8-transpose-cache would do no"),
+        ("--recompute-modules core_attn", "--recompute-modules does nothing without --recompute-granularity selective"),
+        ("--recompute-granularity selective --recompute-modules mlp", "this package recomputes core_attn only"),
+        ("--recompute-granularity selective --recompute-modules mpl", "invalid --recompute-modules mpl: give one of"),
+    ],
+)
+def test_recipes_that_mean_nothing_are_refused(words: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        job_of(f"{UNITS} {words}", World(RANKS, "cuda"))
+
+
+def test_a_lenient_strictness_loads_what_fits() -> None:
+    for word, is_strict in (("assume_ok_unexpected", True), ("raise_all", True), ("log_all", False)):
+        job = job_of(f"{UNITS} --load c --dist-ckpt-strictness {word}", World(RANKS, "cuda"))
+        assert job.options.checkpoint.is_strict == is_strict
+    told = job_of(f"{UNITS} --dist-ckpt-strictness log_all", World(RANKS, "cuda")).notes
+    assert told == ("--dist-ckpt-strictness has no effect: nothing is loaded without --load",)
+
+
 @pytest.mark.parametrize("name", REFUSED_FIELDS)
 def test_a_field_that_is_not_taken_is_refused(name: str) -> None:
     words, message = REFUSED_FIELDS[name]
@@ -48,8 +87,9 @@ def test_every_flag_sets_its_option() -> None:
             words.append(option.off_flags[0] if option.default else option.flag)
             expected[name] = not option.default
         elif option.choices:
-            expected[name] = option.choices[-1] if option.choices[-1] != option.default else option.choices[0]
-            words += [option.flag, expected[name]]
+            one = option.choices[-1] if option.choices[-1] != option.default else option.choices[0]
+            expected[name] = (one, option.choices[0]) if option.is_list else one
+            words += [option.flag, *(expected[name] if option.is_list else [one])]
         else:
             text, expected[name] = SAMPLES[option.kind]
             words += [option.flag, text]

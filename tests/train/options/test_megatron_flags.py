@@ -6,7 +6,15 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import OPTIONS
 from megatron_fsdp.train.options.command_line import make_parser, parse_options
 from megatron_fsdp.train.options.job import World, resolve
-from megatron_fsdp.train.options.megatron_flags import ALIASES, ELSEWHERE, FIXED, IDLE, REFUSED, VALUED
+from megatron_fsdp.train.options.megatron_flags import (
+    ALIASES,
+    ELSEWHERE,
+    FIXED,
+    IDLE,
+    OF_CONFIGURATIONS,
+    REFUSED,
+    VALUED,
+)
 
 SHARDING = """
 --use-megatron-fsdp --megatron-fsdp-version --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward
@@ -23,7 +31,8 @@ SHARDING = """
 --keep-fp8-transpose-cache --megatron-fsdp-main-params-dtype --megatron-fsdp-main-grads-dtype
 --megatron-fsdp-grad-comm-dtype --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16
 --use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype
---fp8-param-gather --fp4-param-gather --fp4-format --reuse-grad-buf-for-mxfp8-param-ag --calculate-per-token-loss
+--fp8-param-gather --fp8-format --fp8-recipe --fp4-param-gather --fp4-format
+--reuse-grad-buf-for-mxfp8-param-ag --calculate-per-token-loss
 --optimizer-cpu-offload --optimizer-offload-fraction --overlap-cpu-optimizer-d2h-h2d
 --no-check-for-nan-in-loss-and-grad --check-for-large-grads --data-parallel-random-init
 --check-weight-hash-across-dp-replicas-interval --distributed-backend --distributed-timeout-minutes
@@ -65,7 +74,8 @@ USUAL = """
 --lr-wsd-decay-samples --weight-decay --log-num-zeros-in-grad --logging-level
 --adam-beta1 --adam-beta2 --adam-eps --sgd-momentum --clip-grad --recompute-granularity --recompute-method
 --recompute-num-layers --recompute-activations --recompute-modules --eval-interval --eval-iters --skip-train
---data-path --split --data-cache-path --tokenizer-type --tokenizer-model --vocab-size --vocab-file --merge-file
+--data-path --split --data-cache-path --tokenizer-type --tokenizer-model --tiktoken-pattern
+--vocab-size --vocab-file --merge-file
 --eod-mask-loss --num-workers --mock-data --reset-position-ids --dataloader-type --no-mmap-bin-files
 --no-create-attention-mask-in-dataloader --save --save-interval --load --log-interval --log-throughput
 --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard --log-memory-to-tensorboard --log-params-norm
@@ -73,6 +83,7 @@ USUAL = """
 --manual-gc-interval --empty-unused-memory-level --moe-grouped-gemm --moe-token-dispatcher-type --moe-permute-fusion
 --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-layer-freq --moe-shared-expert-intermediate-size
 --moe-router-score-function --moe-router-num-groups --moe-router-group-topk --moe-router-topk-scaling-factor
+--moe-router-padding-for-fp8
 --moe-router-enable-expert-bias --moe-router-bias-update-rate --moe-router-dtype --moe-router-pre-softmax
 --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
 --rotary-scaling-factor --mscale --mscale-all-dim --mtp-num-layers --mtp-loss-scaling-factor
@@ -145,7 +156,6 @@ def test_a_usual_command_line_is_taken_as_it_is() -> None:
         "--log-throughput",
         "--manual-gc",
         "--manual-gc-interval",
-        "--dist-ckpt-strictness raise_all",
     }
     assert [note.split()[0] for note in others] == ["--max-position-embeddings", "--save-interval"]
 
@@ -169,7 +179,18 @@ def test_flags_without_an_effect_are_named_in_one_line() -> None:
 @pytest.mark.parametrize("form", ["{}", "{} 1", "{}=1"])
 def test_refused_flags_say_why_alone_or_with_a_value(form: str) -> None:
     told = refusal([word for flag in REFUSED for word in form.format(flag).split()])
-    assert told == [f"{flag} is not supported: {reason}" for flag, reason in REFUSED.items()]
+    flags = {reason: [flag for flag in REFUSED if REFUSED[flag] == reason] for reason in REFUSED.values()}
+    assert told == [
+        f"{', '.join(named)} {'are' if named[1:] else 'is'} not supported: {reason}" for reason, named in flags.items()
+    ]
+    for flag in flags[OF_CONFIGURATIONS][:3]:
+        (one,) = refusal(
+            [*form.format(flag).split(), "--num-layers", "2", "--disable-bias-linear", "--seq-length", "8"]
+        )
+        assert one == (
+            f"{flag} is not supported: such models come as a configuration: give --hf-config FILE, the config.json of "
+            "the model; leave out --num-layers, --disable-bias-linear too"
+        )
 
 
 def test_other_spellings_set_their_option() -> None:

@@ -6,7 +6,7 @@ Importing this imports transformers. Pipelines run all microbatches of a step in
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,7 +29,7 @@ from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.automodel.auto_model import fill_weights, load_generation_config, refuse_quantised
 from megatron_fsdp.automodel.context_parallel import enable_context_parallel
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts
-from megatron_fsdp.automodel.forwards import recompute_in_backward
+from megatron_fsdp.automodel.forwards import MLP_NAMES, recompute_in_backward
 from megatron_fsdp.automodel.initial_values import allocate, draw_missing
 from megatron_fsdp.automodel.managers import shard_by_layers
 from megatron_fsdp.automodel.meshes import MeshContext
@@ -201,7 +201,7 @@ def _parallelize(job: Job, context: MeshContext, model: nn.Module) -> Distribute
         parallelize_tensors(model, context.axis("tp"), sequence_parallel=job.options.parallel.sequence_parallel)
     if sizes.context > 1:
         enable_context_parallel(model, context.axis("cp"))
-    recompute_layers(model, job.options.training)
+    recompute_layers(model, job.options.training, is_stage=sizes.pipeline > 1)
     wrapped = wrap(job, model, mesh, dim, init_model_with_meta_device=ALLOCATE_ONLY, **cuts)
     allocate(wrapped, context.device)
     return wrapped
@@ -237,14 +237,35 @@ def backend_of(rank: Rank) -> str:
     return "gloo" if rank.device.type == "cpu" else "nccl"
 
 
-def recompute_layers(model: nn.Module, training: TrainingOptions) -> None:
-    """Recompute the first `--recompute-num-layers` decoder layers of a model, or of a stage, in backward; in place."""
+def recompute_layers(model: nn.Module, training: TrainingOptions, *, is_stage: bool = False) -> None:
+    """Recompute the first `--recompute-num-layers` decoder layers of a model, or of a stage, in backward; in place.
+
+    Or, with granularity selective, `--recompute-modules` of each layer; a whole model must have some of them.
+    """
     if training.recompute_granularity is None:
         return
-    first = training.recompute_num_layers
-    for name, layer in find_layers(model).named():
-        if first is None or int(name.rpartition(".")[2]) < first:
-            recompute_in_backward(layer)
+    layers, first, words = find_layers(model).named(), training.recompute_num_layers, training.recompute_modules
+    parts = [layer for name, layer in layers if first is None or int(name.rpartition(".")[2]) < first]
+    if training.recompute_granularity == "selective":
+        parts = [part for layer in parts for part in _parts_of(layer, words)]
+        if not (parts or is_stage):
+            raise ConfigurationError(
+                f"--recompute-modules {' '.join(words)}: the layers of {type(model).__name__} have no such parts; name "
+                "others, or give --recompute-granularity full"
+            )
+    for part in parts:
+        recompute_in_backward(part)
+
+
+def _parts_of(layer: nn.Module, words: Sequence[str]) -> Iterator[nn.Module]:
+    """Yield the parts of a decoder layer that `--recompute-modules` names; none inside another."""
+    for name, part in layer.named_children():
+        children = dict(part.named_children())
+        kind = "moe" if "experts" in children else "mlp" if name in MLP_NAMES else "layernorm" if "norm" in name else ""
+        if kind in words:
+            yield part
+        elif kind == "moe" and "shared_experts" in words:
+            yield from (child for name, child in children.items() if name.startswith("shared_expert"))
 
 
 # ---- PyTorch's FSDP2 -------------------------------------------------------------------------------------------------
@@ -290,7 +311,7 @@ def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Traine
     make = AutoModelForCausalLM.from_config if folder is None else AutoModelForCausalLM.from_pretrained
     model = make(folder or config, **arguments)
     for part in model.parts if sizes.pipeline > 1 else [model]:
-        recompute_layers(part, job.options.training)
+        recompute_layers(part, job.options.training, is_stage=sizes.pipeline > 1)
         _set_resharding(part, job)
     place = place_in(model.mesh_context)
     if sizes.pipeline > 1:

@@ -47,7 +47,10 @@ Part = Annotated[float, Bound("a number from 0 to 1", lambda value: 0 <= value <
 
 @dataclass(frozen=True)
 class Option:
-    """One field as a flag; its name is also the key in a configuration file. Without choices, any value is possible."""
+    """One field as a flag; its name is also the key in a configuration file. Without choices, any value is possible.
+
+    With `is_list` several values may follow the flag.
+    """
 
     name: str
     kind: type
@@ -55,6 +58,7 @@ class Option:
     choices: tuple[Any, ...]
     default: Any
     meaning: str
+    is_list: bool = False
 
     @property
     def flag(self) -> str:
@@ -79,6 +83,9 @@ class Option:
 
     def read(self, value: Any) -> Any:
         """Parse a text, or a value of a configuration file, into a value of the field."""
+        if self.is_list:
+            one = dataclasses.replace(self, is_list=False)
+            return tuple(map(one.read, value if isinstance(value, list | tuple) else [value]))
         found, words = _parsed(self.kind, value), _WORDS[self.kind]
         if found is not None or self.choices:
             words = next((bound.words for bound in self.bounds if not bound.allows(found)), "")
@@ -91,13 +98,21 @@ def options_of(cls: type) -> tuple[Option, ...]:
     """Return the fields of a dataclass as options, in their order."""
     hints, meanings = typing.get_type_hints(cls, include_extras=True), field_meanings(cls)
     return tuple(
-        Option(field.name, *_kind_of(hints[field.name]), field.default, meanings.get(field.name, ""))
+        Option(
+            field.name,
+            *_kind_of(hints[field.name]),
+            field.default,
+            meanings.get(field.name, ""),
+            is_list=get_origin(hints[field.name]) is tuple,
+        )
         for field in dataclasses.fields(cls)
     )
 
 
 def _kind_of(hint: Any) -> tuple[type, tuple[Bound, ...], tuple[Any, ...]]:
     """Return the type of a value, its bounds, and its choices."""
+    if get_origin(hint) is tuple:
+        hint, *_ = get_args(hint)
     if get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = [part for part in get_args(hint) if part is not type(None)]
     if get_origin(hint) is Annotated:
@@ -256,6 +271,14 @@ class TrainingOptions:
         recompute_method: With granularity full: block recomputes the first blocks, uniform all of them, one by one.
         recompute_num_layers: How many of the first blocks to recompute, with granularity full; default: all. With
             method uniform it is 1, the blocks that are recomputed together.
+        recompute_modules: With granularity selective: parts of each block to recompute; default: core_attn. Models of
+            transformers take the others; those in parentheses keep no more than their result anyway: (mla_up_proj),
+            (moe_act).
+        fp8_format: Of gathered float8 weights, which are e4m3 in both; with `--fp8-param-gather`.
+        fp8_recipe: Scale of gathered weights: one of a tensor, or of every 32 elements (the weight format `mxfp8`);
+            with `--fp8-param-gather`. Default: tensorwise.
+        fp4_format: Of gathered weights in 4 bits; with `--fp4-param-gather`.
+        fp4_recipe: Their scales; with `--fp4-param-gather`.
         eval_interval: Steps between evaluations; default: none before the end.
         eval_iters: Global batches of held-out text for each evaluation.
         skip_train: Only evaluate.
@@ -277,6 +300,13 @@ class TrainingOptions:
     recompute_granularity: Literal["full", "selective"] | None = None
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: Count | None = None
+    recompute_modules: tuple[
+        Literal["core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj", "moe_act"], ...
+    ] = ()
+    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    fp8_recipe: Literal["tensorwise", "mxfp8"] | None = None
+    fp4_format: Literal["e2m1"] | None = None
+    fp4_recipe: Literal["nvfp4"] | None = None
     eval_interval: Count | None = None
     eval_iters: Count = 2
     skip_train: bool = False
@@ -368,6 +398,9 @@ class DataOptions:
     num_workers: Whole = 0
 
 
+_STRICT = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
+
+
 @dataclass(frozen=True)
 class CheckpointOptions:
     """Saving a run, and resuming it.
@@ -386,6 +419,8 @@ class CheckpointOptions:
         no_load_optim: Load no optimizer state: the optimizer begins anew.
         no_load_rng: Load no random states.
         strict_fsdp_dtensor_load: Refuse a checkpoint that does not fit, instead of loading what fits.
+        dist_ckpt_strictness: What to do about a checkpoint that does not fit: all values but the first three load what
+            fits, as `--no-strict-fsdp-dtensor-load`, and the header names the rest.
         verify_integrity: Compare everything in a checkpoint with its checksums before it is loaded; those that it
             has, or where the flag is given, those that it must have.
         ckpt_format: The only one that training writes and reads; `mfsdp checkpoint convert` makes it of a torch_dist
@@ -405,9 +440,24 @@ class CheckpointOptions:
     no_load_optim: bool = False
     no_load_rng: bool = False
     strict_fsdp_dtensor_load: bool = True
+    dist_ckpt_strictness: Literal[
+        "assume_ok_unexpected",
+        "raise_unexpected",
+        "raise_all",
+        "log_unexpected",
+        "log_all",
+        "return_unexpected",
+        "return_all",
+        "ignore_all",
+    ] = "assume_ok_unexpected"
     verify_integrity: bool = True
     ckpt_format: Literal["fsdp_dtensor"] = "fsdp_dtensor"
     dump_param_to_param_group_map: Path | None = None
+
+    @property
+    def is_strict(self) -> bool:
+        """True if a checkpoint that does not fit is refused."""
+        return self.strict_fsdp_dtensor_load and self.dist_ckpt_strictness in _STRICT
 
     @property
     def is_same_folder(self) -> bool:

@@ -24,6 +24,7 @@ NEEDS: Mapping[str, str] = {
     "torch_fsdp2_no_reshard_after_forward": "--use-torch-fsdp2",
     "initial_loss_scale": "--fp16",
     "recompute_num_layers recompute_method": "--recompute-granularity full",
+    "recompute_modules": "--recompute-granularity selective",
     "adam_beta1 adam_beta2 adam_eps": "--optimizer adam or muon or adamw8bit",
     "sgd_momentum": "--optimizer sgd",
     "min_lr lr_decay_iters": "--lr-decay-style linear or cosine or inverse-square-root or WSD",
@@ -76,6 +77,7 @@ _IDLE_CASES: tuple[tuple[str, Callable[[Options], bool], str], ...] = (
         lambda o: o.training.skip_train,
         "--skip-train takes no step",
     ),
+    ("dist_ckpt_strictness", lambda o: o.checkpoint.load is None, "nothing is loaded without --load"),
     ("log_exposed_communication", lambda o: o.parallel.use_torch_fsdp2, "FSDP2 does not tell what it waits for"),
 )
 """(options, when they have no effect, why): cases of common scripts, accepted with a note."""
@@ -99,7 +101,7 @@ class Sizes:
 
 def check_options(options: Options) -> None:
     """Check that options fit together, and that each given one has an effect; raise the first problem."""
-    for check in (_wrong_source, _idle, _contradictory, _wrong_files, _wrong_model):
+    for check in (_wrong_source, _idle, _contradictory, _wrong_files, _wrong_model, _wrong_formats):
         for problem in check(options):
             raise ConfigurationError(problem)
 
@@ -109,6 +111,12 @@ def idle_notes(options: Options, train_iters: int) -> Iterator[str]:
     for names, is_idle, why in _IDLE_CASES:
         if is_idle(options):
             yield from (f"{flag_for(name)} has no effect: {why}" for name in _chosen(options, names))
+    kept = {"mla_up_proj", "moe_act"}.intersection(options.training.recompute_modules)
+    if kept:
+        yield (
+            f"--recompute-modules {' '.join(sorted(kept))} has no effect: they keep no more than their result, or moe "
+            "recomputes them"
+        )
     for name in _chosen(options, "save_interval eval_interval exit_interval"):
         if options.value(name) > train_iters:
             yield f"{flag_for(name)} has no effect: training ends before"
@@ -251,13 +259,32 @@ def _wrong_model(options: Options) -> Iterator[str]:
             f"--recompute-method uniform --recompute-num-layers {first} is not possible: every block is recomputed by "
             "itself; give --recompute-num-layers 1"
         )
-    if training.recompute_granularity == "selective" and uses_transformers(model):
+    modules = training.recompute_modules or ("core_attn",)
+    if training.recompute_granularity == "selective" and uses_transformers(model) and "core_attn" in modules:
         yield (
             "--recompute-granularity selective is not offered for models of transformers, whose attention is not cut "
-            "into core and projections: give --recompute-granularity full"
+            "into core and projections: give --recompute-modules mlp moe layernorm, or --recompute-granularity full"
+        )
+    if not uses_transformers(model) and modules != ("core_attn",):
+        yield (
+            f"--recompute-modules {' '.join(modules)}: the decoder of this package recomputes core_attn only; leave it "
+            "out, or give --transformer-impl transformers"
         )
     if layers is not None and first is not None and first > layers:
         yield f"--recompute-num-layers {first} is more than --num-layers {layers}: give as many or fewer"
+
+
+def _wrong_formats(options: Options) -> Iterator[str]:
+    """Yield recipes of weights in few bits where weights travel otherwise."""
+    for bits, name in (("fp8", "fp8_compute"), ("fp4", "nvfp4")):
+        said = [flag_for(each) for each in _chosen(options, f"{bits}_format {bits}_recipe")]
+        if said and not options.value(f"{bits}_param_gather"):
+            yield (
+                f"{' and '.join(said)} would do nothing: products have the format in which weights are gathered; give "
+                f"--{bits}-param-gather too, or name the format (--megatron-fsdp-weight-format {name})"
+            )
+    if options.training.fp8_recipe == "mxfp8" and options.ddp.keep_fp8_transpose_cache:
+        yield "--keep-fp8-transpose-cache would do nothing with --fp8-recipe mxfp8: leave it out, or give tensorwise"
 
 
 def _wrong_family(model: ModelOptions) -> Iterator[str]:

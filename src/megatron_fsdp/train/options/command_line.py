@@ -18,7 +18,15 @@ from megatron_fsdp.config.yaml_mapping import read_mapping
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import DDP_FIELDS, OPTIONS, SECTIONS, Option, Options, flag_for, options_of
 from megatron_fsdp.train.options.checks import ALTERNATIVES, NEEDS, SHAPE, is_met
-from megatron_fsdp.train.options.megatron_flags import ALIASES, ELSEWHERE, FIXED, IDLE, REFUSED, VALUED
+from megatron_fsdp.train.options.megatron_flags import (
+    ALIASES,
+    ELSEWHERE,
+    FIXED,
+    IDLE,
+    OF_CONFIGURATIONS,
+    REFUSED,
+    VALUED,
+)
 
 PROGRAM = "mfsdp train"
 COMMAND_LINE = "command line"
@@ -51,7 +59,7 @@ class TrainParser(Parser):
     def read(self, words: Sequence[str]) -> dict[str, Any]:
         """Return the given options, as texts and switches; record problems and options without effect."""
         flags = dict.fromkeys(word.partition("=")[0] for word in words)
-        wrong = [f"{flag} is not supported: {REFUSED[flag]}" for flag in flags if flag in REFUSED]
+        wrong = list(self._refusals(flags))
         found, left = argparse.ArgumentParser.parse_known_args(self, list(words))
         unknown = [word for word in left if word.startswith("-") and word.partition("=")[0] not in REFUSED]
         wrong += [f"there is no flag {word}{self._suggestion(f'unrecognized arguments: {word}')}" for word in unknown]
@@ -71,6 +79,18 @@ class TrainParser(Parser):
                 self.idle.append(f"{name} {value}")
         self.problems += wrong
         return given
+
+    def _refusals(self, flags: Iterable[str]) -> Iterator[str]:
+        """Yield each reason to refuse flags once, with all of them; and with the shape that a configuration sets."""
+        refused: dict[str, list[str]] = {}
+        for flag in flags:
+            if flag in REFUSED:
+                refused.setdefault(REFUSED[flag], []).append(flag)
+        actions = self._option_string_actions
+        shape = [flag for flag in flags if flag in actions and actions[flag].dest in SHAPE]
+        for reason, named in refused.items():
+            also = f"; leave out {', '.join(shape)} too" if shape and reason == OF_CONFIGURATIONS else ""
+            yield f"{', '.join(named)} {'is' if len(named) == 1 else 'are'} not supported: {reason}{also}"
 
     @property
     def notes(self) -> list[str]:
@@ -206,7 +226,8 @@ def _add(group: Any, option: Option) -> None:
         return
     names = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
     shown = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else names[option.kind]
-    group.add_argument(option.flag, dest=option.name, metavar=shown, help=help_text)
+    many: dict[str, Any] = {"nargs": "+"} if option.is_list else {}
+    group.add_argument(option.flag, dest=option.name, metavar=shown, help=help_text, **many)
 
 
 def _add_known(parser: argparse.ArgumentParser) -> None:
@@ -231,7 +252,7 @@ def _add_known(parser: argparse.ArgumentParser) -> None:
 def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "none" if value is None else str(value)
+    return "none" if value in (None, ()) else str(value)
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------

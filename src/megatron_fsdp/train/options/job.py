@@ -323,6 +323,8 @@ def _engine_config(
                 )
         return replace(options.ddp, use_megatron_fsdp=False, data_parallel_sharding_strategy="no_shard")
     config = _with_gradient_dtypes(options, dtype, notes)
+    if options.training.fp8_recipe == "mxfp8":
+        config = replace(config, fp8_param_gather=False, megatron_fsdp_weight_format=("mxfp8",))
     for sentence in config.idle_settings().values():
         raise ConfigurationError(in_flags(sentence))
     if config.megatron_fsdp_use_decoupled_grad:

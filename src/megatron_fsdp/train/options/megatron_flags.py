@@ -52,3 +52,6 @@ VALUED = frozenset(flag.removesuffix("=") for flag in _IDLE if flag.endswith("="
 
 REFUSED: Mapping[str, str] = {flag: reason for reason, flags in _TABLES["refused"].items() for flag in flags.split()}
 """Flag -> reason and remedy."""
+
+OF_CONFIGURATIONS = REFUSED["--multi-latent-attention"]
+"""The reason of those that describe models of which only a configuration can be given."""
