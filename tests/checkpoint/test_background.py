@@ -88,15 +88,6 @@ def test_an_error_is_raised_once_by_whatever_comes_next(then: str) -> None:
         saver.start({}, failing)
 
 
-def test_what_cannot_be_copied_is_told_like_any_error() -> None:
-    called: list[object] = []
-    with closing(BackgroundSaver()) as saver:
-        saver.start({"a": torch.empty(1, device="meta")}, lambda state, _: called.append(state))
-        with pytest.raises(CheckpointError, match=r"a Tensor \(torch.strided, on meta\) cannot be copied"):
-            saver.wait()
-    assert called == []
-
-
 @pytest.mark.full
 def test_python_ends_when_the_save_has_ended(tmp_path: Path) -> None:
     script = (

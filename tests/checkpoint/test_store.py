@@ -137,12 +137,6 @@ def test_what_is_no_iteration_is_refused(tmp_path: Path, iteration: object) -> N
     assert listed(tmp_path) == []
 
 
-@pytest.mark.parametrize("keep_last", [0, -1, 1.5, True, "2"])
-def test_what_is_no_number_to_keep_is_refused(tmp_path: Path, keep_last: object) -> None:
-    with pytest.raises(ConfigurationError, match="give a whole number from 1, or None"):
-        CheckpointStore(tmp_path, keep_last=keep_last)  # type: ignore[arg-type]
-
-
 @given(st.integers(0, 10**18 - 1))
 def test_names_and_iterations_are_one_to_one(iteration: int) -> None:
     assert iteration_of(folder_name(iteration)) == iteration

@@ -50,36 +50,8 @@ def test_ctrl_c_while_torch_is_imported_shows_nothing(entry: str, tmp_path: Path
 
 
 @pytest.mark.full
-def test_so_does_ctrl_c_at_the_end_of_the_imports(tmp_path: Path) -> None:
-    where = "megatron_fsdp.train.options.command_line"
-    assert interrupted("mfsdp train", tmp_path, where=where) == (130, "")
-
-
-@pytest.mark.full
 def test_where_it_is_ignored_it_stays_ignored(tmp_path: Path) -> None:
     assert interrupted("mfsdp plan", tmp_path, where="torch", before="SIG_IGN") == (0, "")
-
-
-_WORKING = """
-import os, signal
-from megatron_fsdp.config.command_parser import end_quietly, raising
-
-signal.signal(signal.SIGINT, signal.default_int_handler)
-end_quietly()
-try:
-    with raising():
-        os.kill(os.getpid(), signal.SIGINT)
-except KeyboardInterrupt:
-    print("tidied up", flush=True)
-os.kill(os.getpid(), signal.SIGINT)
-print("not ended")
-"""
-
-
-def test_what_has_begun_can_be_tidied_up_and_after_it_the_end_is_quiet_again() -> None:
-    command = [sys.executable, "-c", _WORKING]
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "tidied up\n", "")
 
 
 @pytest.mark.parametrize("ignores", [False, True])

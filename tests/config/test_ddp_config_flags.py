@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_fsdp.config.ddp_config_flags import (
-    DTYPE_CHOICES,
     MEGATRON_DEFAULTS,
     add_flags,
     config_from_flags,
@@ -207,33 +206,3 @@ def test_what_cannot_stand_together_is_refused_with_the_flags() -> None:
 )
 def test_messages_about_fields_speak_of_flags(message: str, expected: str) -> None:
     assert in_flags(message) == expected
-
-
-def test_a_parser_has_patterns_and_defaults_of_its_own() -> None:
-    flag = flag_of("param_name_patterns_for_fp32_local_accumulation")
-    twice = parser()
-    for _ in range(2):
-        found = config_from_flags(twice.parse_args([flag, "a", flag, "b"]))
-        assert found.param_name_patterns_for_fp32_local_accumulation == ("a", "b")
-    made = parser()
-    made.set_defaults(overlap_grad_reduce=True, data_parallel_sharding_strategy="optim")
-    found = config_from_flags(made.parse_args(["--no-overlap-grad-reduce"]))
-    assert (found.overlap_grad_reduce, found.data_parallel_sharding_strategy) == (False, "optim")
-
-
-def test_help_gives_meaning_and_defaults_also_without_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
-    text = " ".join(parser().format_help().split())
-    choices = ",".join(DTYPE_CHOICES)
-    parts = [
-        "--no-align-param-gather Start the parameter gathers of all pipeline stages together. (default: off; in Meg",
-        "--ddp-bucket-size N Parameters per gradient bucket, in elements; None: chosen by the front end. (default: n",
-        "(default: no_shard; in Megatron-LM: optim_grads_params)",
-        f"--megatron-fsdp-main-params-dtype {{{choices}}} Dtype of main weights; None: the compute weights",
-        "the main weights. (default: fp32)",
-    ]
-    assert [part for part in parts if part not in text] == []
-    assert text.count("(default: ") == len(FIELDS)
-    monkeypatch.setattr(DistributedDataParallelConfig, "__doc__", None)
-    assert parser().format_help().count("(default: ") == len(FIELDS)
-    assert parse("--ddp-bucket-size", "3") == DistributedDataParallelConfig(bucket_size=3)

@@ -226,15 +226,6 @@ def test_each_gradient_is_copied_once() -> None:
 # ---- buckets ---------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-def test_buckets_hold_neighbours_in_order() -> None:
-    model = wrap({"bucket_size": NUMELS[3] + 1})
-    assert [group.numel for group in footprints_of(model)] == [sum(NUMELS[:2]), sum(NUMELS[2:])]
-    assert [name for group in model.parameter_groups() for name in group.names] == [
-        f"layers.{i}.weight" for i in range(4)
-    ]
-
-
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @on_ranks()

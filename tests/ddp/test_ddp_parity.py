@@ -2,18 +2,15 @@
 
 import warnings
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from tests.conftest import RunRanks
-from tests.engine import test_parity_recovery as recovery
 from tests.engine.test_parity import OPTIMIZERS, SCRIPTS
 from tests.meshes.test_expert_parallel import EXPERTS, TOP2
 from tests.support.arrangements import divide_tensors, tensor_parallel
@@ -32,7 +29,6 @@ from tests.support.case import (
     ddp,
     defer_two_of_three,
     each_half,
-    three_steps,
 )
 from tests.support.on_ranks import assert_equal_tensors, engine_of, on_ranks
 from tests.support.zoo import (
@@ -42,12 +38,10 @@ from tests.support.zoo import (
     FEATURES,
     MODEL_CASES,
     READING,
-    Between,
     Layer,
     ModelCase,
     Nested,
     Ordered,
-    Recomputed,
     vector_case,
 )
 
@@ -127,44 +121,6 @@ def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, num
 
 
 # ---- the fully sharded engine, and several instances of the optimizer ------------------------------------------------
-
-
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-
-
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_units_under_every_strategy(run_ranks: RunRanks, num_ranks: int) -> None:
-    jobs = [
-        (
-            Scenario(three_steps, MODEL_CASES[name]),
-            ddp(
-                use_megatron_fsdp=True,
-                data_parallel_sharding_strategy=strategy,
-                use_distributed_optimizer=number == 2,
-                overlap_grad_reduce=number % 2 == 0,
-            ),
-        )
-        for name in ("tied", "scalars")
-        for number, strategy in enumerate(STRATEGIES)
-    ]
-    check_jobs(run_ranks, num_ranks, jobs, ONE_RANK if num_ranks == 1 else FP32)
-
-
-DELAYED: dict[str, ModelCase] = {
-    "tied": MODEL_CASES["tied"],
-    "nested": vector_case(Nested),
-    "recomputed": vector_case(partial(Recomputed, "units", reentrant=False)),
-    "reentrant": vector_case(partial(Recomputed, "pairs", reentrant=True)),
-}
-
-
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", DELAYED)
-def test_delayed_weight_gradients_of_units_equal_one_process(run_ranks: RunRanks, name: str, strategy: str) -> None:
-    setting = ddp(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy, delay_wgrad_compute=True)
-    check_jobs(run_ranks, 2, [(Scenario(defer_two_of_three, DELAYED[name], OPTIMIZERS[1]), setting)])
 
 
 @pytest.mark.unmerged
@@ -385,44 +341,6 @@ def test_ranks_that_call_different_layers(run_ranks: RunRanks, num_ranks: int) -
     check_strategies(run_ranks, num_ranks, Scenario(layers_by_rank, ORDERED), asking)
 
 
-class Fused(Between):
-    """In evaluation it reads the weights of its layers, which it calls in training."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=nn.ModuleList([Layer()]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            return super().forward(x)
-        inner: Any = self.layers[0]
-        fused = self.last.weight @ inner.down.weight @ inner.up.weight
-        return F.linear(F.linear(x, self.first.weight, self.first.bias), fused)
-
-
-FUSED = vector_case(Fused)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "case", [ATTENTION, ENCODER, READING, FUSED], ids=["attention", "encoder", "reading", "fused in evaluation"]
-)
-def test_evaluation_of_models_that_read_weights_of_modules_they_do_not_call(
-    run_ranks: RunRanks, case: ModelCase
-) -> None:
-    """torch's encoder layer calls its parts in training and reads their weights by itself in evaluation."""
-    for script in (train_then_evaluate, recovery.infer_first):
-        check_strategies(run_ranks, 2, Scenario(script, case), (IN_TURN, TOGETHER))
-
-
-def train_then_evaluate(run: Run) -> None:
-    for step in range(2):
-        run.train(step)
-        run.model.eval()
-        with torch.no_grad():
-            run.loss(50 + step)
-        run.model.train()
-
-
 @each_half(ALL)
 def test_generation_between_steps(run_ranks: RunRanks, settings: Settings) -> None:
     check_strategies(run_ranks, 2, Scenario(generate_between_steps, MODEL_CASES["tied"]), settings)
@@ -495,40 +413,6 @@ def test_parts_of_outputs_and_parts_of_models(run_ranks: RunRanks, settings: Set
 
 
 # ---- recomputation ---------------------------------------------------------------------------------------------------
-
-
-class Repeated(Between):
-    """A layer called, and recomputed, as often as the data say."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__(layers=nn.ModuleList([Layer()]))
-        self.reentrant = reentrant
-        self.times = 1
-
-    def middle(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
-            x = checkpoint(self.layers[0], x, use_reentrant=self.reentrant)
-        return x
-
-
-def repeat(times: tuple[tuple[int, ...], ...], run: Run) -> None:
-    """`times[step][rank]` recomputed calls."""
-    for step, of_ranks in enumerate(times):
-        for rank in run.ranks_here:
-            run.module.times = of_ranks[rank]  # type: ignore[assignment]
-            run.backward_of(rank, step)
-        run.step()
-
-
-FEWER = ((3, 3), (2, 1), (1, 3), (3, 2))
-MORE = ((1, 1), (2, 1), (1, 3), (0, 2), (4, 4))
-
-
-@each_half(ALL)
-def test_recomputed_calls_of_a_number_that_depends_on_data(run_ranks: RunRanks, settings: Settings) -> None:
-    for reentrant, times in ((False, MORE), (True, FEWER)):
-        script = partial(repeat, times)
-        check_strategies(run_ranks, 2, Scenario(script, vector_case(partial(Repeated, reentrant))), settings)
 
 
 # ---- compiled modules ------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import (
@@ -162,30 +161,6 @@ def test_gathers_start_where_they_cannot_undo_writes(dtype: torch.dtype, started
 # ---- as any optimizer ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on_inner", [False, True])
-@on_ranks(2)
-def test_schedulers_and_hooks_take_it(on_inner: bool) -> None:
-    def run(model: Any, optimizer: Any, scheduled: Any) -> list[float]:
-        schedule = torch.optim.lr_scheduler.OneCycleLR(scheduled, max_lr=0.1, total_steps=6)
-        return train(model, optimizer, 4, schedule=schedule)
-
-    model, reference = units(3), build()
-    inner, expected = adamw(model), adamw(reference)
-    optimizer = DistributedOptimizer(inner, model)
-    calls: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    rates = run(model, optimizer, inner if on_inner else optimizer)
-    assert rates == run(reference, expected, expected)
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    assert optimizer.param_groups is inner.param_groups
-    assert optimizer.state is inner.state
-    assert optimizer.defaults is inner.defaults
-    assert len(set(rates)) == 4
-    assert largest_difference(weights(model), weights(reference)) <= 10 * TOLERANCE
-    assert calls == ["before", "after"] * 4
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @on_ranks(2)
 def test_clipping_sees_unscaled_gradients_under_a_scaler(fused: bool) -> None:
@@ -255,23 +230,6 @@ def whole_state(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[s
         for param, state in optimizer.state.items()
         for slot, value in state.items()
     }
-
-
-@on_ranks(2)
-def test_torch_distributed_checkpoint_takes_it() -> None:
-    model = buckets(torch.bfloat16, use_distributed_optimizer=True)
-    optimizer = DistributedOptimizer(adamw(model), model)
-    train(model, optimizer, 2)
-    expected = whole_state(model, optimizer)
-    saved = get_optimizer_state_dict(model, optimizer)
-    inner = get_optimizer_state_dict(model, optimizer.inner_optimizer)
-    assert saved.keys() == inner.keys()
-    assert saved["state"].keys() == inner["state"].keys()
-    fresh, again = (DistributedOptimizer(adamw(model), model) for _ in range(2))
-    set_optimizer_state_dict(model, fresh, saved)
-    again.load_state_dict(optimizer.state_dict())
-    for each in (fresh, again):
-        assert largest_difference(whole_state(model, each), expected) == 0.0
 
 
 def made_for_checkpoint(name: str) -> tuple[MegatronFSDP, DistributedOptimizer]:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import fully_shard
 from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.engine.group_plan import local_part
@@ -22,10 +21,6 @@ from megatron_fsdp.plan.simulate import built_without_memory, simulated_model, s
 from tests.conftest import RunRanks
 from tests.support.on_ranks import fixed_seed
 from tests.support.zoo import FLOOR_NUMEL, MODEL_CASES, TOWER_FEATURES, Floor, Tower, tower_loss
-
-_BF16 = MixedPrecisionPolicy(
-    main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16
-)
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -122,48 +117,6 @@ def test_axes_of_a_hybrid_mesh() -> None:
     assert "axis name outer, role outer, size 2, position 1, ranks 2 6, backend gloo\n" in str(described)
 
 
-CHANGED: dict[str, dict[str, Any]] = {
-    "zero_dp_strategy": {"zero_dp_strategy": 2},
-    "fsdp_unit_modules": {"fsdp_unit_modules": [nn.Linear]},
-    "main_params_dtype": {"mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=torch.float64)},
-    "grad_comm_dtype": {"mixed_precision_policy": _BF16},
-    "overlap_grad_reduce": {"overlap_grad_reduce": False},
-    "overlap_param_gather": {"overlap_param_gather": False},
-    "sync_model_each_microbatch": {"sync_model_each_microbatch": False},
-    "report_nan_in_param_grad": {"report_nan_in_param_grad": True},
-    "average_in_collective": {"average_in_collective": True},
-    "calculate_per_token_loss": {"calculate_per_token_loss": True},
-    "fsdp_double_buffer": {"fsdp_double_buffer": True},
-    "maxpool_double_buffer": {"maxpool_double_buffer": True},
-    "enable_fine_grained_param_gather": {"enable_fine_grained_param_gather": True},
-    "reduce_scatter_with_fp32_accumulation": {
-        "reduce_scatter_with_fp32_accumulation": True,
-        "mixed_precision_policy": _BF16,
-    },
-    "weight_allocator": {"weight_allocator": "resize"},
-    "max_gathered_units": {"max_gathered_units": 3},
-    "forward_prefetch_units": {"forward_prefetch_units": 2},
-    "backward_prefetch_units": {"backward_prefetch_units": 3},
-    "find_unused_parameters": {"find_unused_parameters": True},
-    "deterministic": {"deterministic": "world", "calculate_per_token_loss": True},
-    "init_model_with_meta_device": {"init_model_with_meta_device": "empty"},
-    "dp_outer_dim": {"num_ranks": {"o": 2, "i": 2}, "dp_outer_dim": "o"},
-    "outer_dp_sharding_strategy": {
-        "num_ranks": {"o": 2, "i": 2},
-        "dp_outer_dim": "o",
-        "outer_dp_sharding_strategy": "optim",
-    },
-}
-
-
-def test_changed_options_show() -> None:
-    usual = str(_usual())
-    for name, changed in CHANGED.items():
-        given = {"fsdp_unit_modules": [Floor], "num_ranks": 4, "rank": 1, "build_optimizer": adam, **changed}
-        with simulated_model(Tower, **given) as simulated:
-            assert str(simulated.model.describe()) != usual, name
-
-
 def test_options_are_told_by_the_names_of_their_arguments() -> None:
     assert _usual().options == {}
     described = told(report_nan_in_param_grad=True, find_unused_parameters=True, sync_model_each_microbatch=False)
@@ -257,10 +210,3 @@ def test_tensor_parallel_parts() -> None:
         ("tp", "tensor parallel", 1, (2, 3)),
     ]
     assert "tensor_parallel 2," in str(described)
-
-
-@pytest.mark.parametrize(("name", "strategy"), [("fsdp_double_buffer", 0), ("maxpool_double_buffer", 2)])
-def test_double_buffers_without_effect_are_warned_of_once(name: str, strategy: int) -> None:
-    with pytest.warns(UserWarning, match=f"{name}=True has no effect under [a-z_]+, where every rank") as warned:
-        told(2, zero_dp_strategy=strategy, **{name: True})
-    assert len(warned) == 1

@@ -89,22 +89,6 @@ def test_the_command_checks_a_transformers_configuration(tmp_path: Path, capsys:
     assert shown[-1] == "passed: 1 rank against one process, 2 steps, tolerance 1e-05"
 
 
-@pytest.mark.full
-def test_a_configuration_without_a_causal_model_is_refused_in_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("transformers")
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "vit", "num_hidden_layers": 1}))
-    batch = ["--batch", "tests.doctor.models:vectors"]
-    assert main(["doctor", "--hf-config", str(path), "--ranks", "1", *batch]) == 2
-    message = capsys.readouterr().err
-    assert "builds no causal language model from ViTConfig" in message
-    assert "Traceback" not in message
-    assert main(["doctor", "--hf-config", str(path), "--ranks", "1"]) == 2
-    assert "has no vocab_size; give --batch" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -1,18 +1,16 @@
 """Where gathered weights live: bytes under every allocator, when they are given back, and the results."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
-from tests.support.case import Run, Scenario, Setting, check_strategies, two_steps
+from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.counting import LiveBytes, held_bytes
 from tests.support.formulas import (
     exchange_scratch_bytes,
@@ -22,8 +20,8 @@ from tests.support.formulas import (
     step_traffic,
     transient_bytes,
 )
-from tests.support.on_ranks import on_ranks, refusal, same_on_ranks
-from tests.support.zoo import TOWER_FEATURES, Floor, Ordered, Recomputed, Tower, tower_loss, vector_case
+from tests.support.on_ranks import on_ranks, same_on_ranks
+from tests.support.zoo import TOWER_FEATURES, Floor, Ordered, Tower, tower_loss, vector_case
 
 pytestmark = pytest.mark.unmerged
 
@@ -156,25 +154,6 @@ def test_every_allocator_and_limit_equals_one_process(run_ranks: RunRanks) -> No
     check_strategies(run_ranks, 2, Scenario(train_and_evaluate, vector_case(Uneven)), SETTINGS)
 
 
-@pytest.mark.full(short=["pairs"])
-@pytest.mark.parametrize(
-    "build",
-    [partial(Recomputed, "pairs", reentrant=True), partial(Ordered, (0, 1, 0, 2, 3, 1))],
-    ids=["pairs", "reused"],
-)
-def test_recomputed_and_reused_units_equal_one_process_in_storages_that_come_and_go(
-    run_ranks: RunRanks, build: Callable[[], torch.nn.Module]
-) -> None:
-    options = [
-        (("weight_allocator", "resize"),),
-        (("weight_allocator", "resize"), ("max_gathered_units", 1)),
-        (("maxpool_double_buffer", True),),
-    ]
-    check_strategies(
-        run_ranks, 2, Scenario(two_steps, vector_case(build)), [Setting(3, options=each) for each in options]
-    )
-
-
 # ---- several models, one rank ----------------------------------------------------------------------------------------
 
 
@@ -207,10 +186,3 @@ def test_released_weights_can_neither_be_read_nor_differentiated() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved[0].backward()
     assert (tuple(weight.shape), weight.sum().item()) == ((32, TOWER_FEATURES), 0.0)
-
-
-@on_ranks(2)
-def test_models_without_units_are_refused_alike_on_all_ranks() -> None:
-    said = "=True has no effect on a model without units besides the root; name the classes of its units"
-    for name in ("fsdp_double_buffer", "maxpool_double_buffer", "enable_fine_grained_param_gather"):
-        assert said in refusal(fully_shard_model, torch.nn.Linear(4, 4), fsdp_unit_modules=[], **{name: True})

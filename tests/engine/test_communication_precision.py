@@ -163,21 +163,6 @@ def test_bytes_on_the_wire_follow_the_communication_dtype_at_once(strategy: int)
     assert bytes_of_step(model)[1] == in_fp32
 
 
-@pytest.mark.parametrize(
-    "policy", [MixedPrecisionPolicy(None, FP32), MixedPrecisionPolicy(FP64, FP64, FP32)], ids=["none", "double"]
-)
-@on_ranks(2)
-def test_a_policy_that_names_no_main_dtypes_leaves_those_of_the_model(policy: MixedPrecisionPolicy) -> None:
-    model = wrap(mixed_precision_policy=policy)
-    before = bytes_of_step(model)[1]
-    for same in ({}, {"main_params_dtype": None}, {"main_grads_dtype": policy.main_grads_dtype}):
-        with model.mixed_precision_context(MixedPrecisionPolicy(**same, grad_comm_dtype=BF16)):
-            assert bytes_of_step(model)[1] == before // 2
-            assert model.mp_policy == MixedPrecisionPolicy(policy.main_params_dtype, policy.main_grads_dtype, BF16)
-    assert bytes_of_step(model)[1] == before
-    assert model.mp_policy == policy
-
-
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(3)
 def test_after_a_change_gradients_are_those_of_a_model_wrapped_so(strategy: int) -> None:
@@ -231,21 +216,3 @@ def test_what_cannot_change_is_refused_in_words_alike_on_every_rank(strategy: in
     inputs.register_hook(lambda _grad: refuse(travelling_in(BF16), busy))
     model(inputs[:4]).sum().backward()
     model.reset_mixed_precision_policy(travelling_in(BF16))
-
-
-@pytest.mark.parametrize("strategy", [0, 3])
-@on_ranks(2)
-def test_an_error_inside_the_context_comes_out_and_the_dtype_is_restored(strategy: int) -> None:
-    model = wrap(strategy)
-    before = bytes_of_step(model)
-
-    def explode(_grad: torch.Tensor) -> None:
-        raise RuntimeError("in backward")
-
-    inputs = next(batches(1))[0].requires_grad_()
-    inputs.register_hook(explode)
-    with pytest.raises(RuntimeError, match=r"^in backward$"), model.mixed_precision_context(travelling_in(BF16)):
-        model(inputs[:4]).sum().backward()
-    model.reset()
-    model.zero_grad()
-    assert bytes_of_step(model) == before

@@ -21,7 +21,7 @@ from tests.conftest import RunRanks
 from tests.engine.test_communication_pool import recorded
 from tests.optim.test_decoupled_grad import DecoupledSGD
 from tests.support.arrangements import hybrid_arguments
-from tests.support.on_ranks import first_rank_warns, on_ranks, same_on_ranks
+from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.zoo import TOWER_FEATURES, Floor, Tower
 
 pytestmark = pytest.mark.unmerged
@@ -219,13 +219,6 @@ def test_a_capture_that_could_not_be_replayed_is_refused_where_it_begins() -> No
     step(model, optimizer, batch(0))
     with capturing:
         step(model, optimizer, batch(1))
-
-
-@on_ranks(2)
-def test_a_model_that_nothing_can_be_captured_of_says_so() -> None:
-    with first_rank_warns("cuda_graph_mode: .* nothing can be captured, since the model is on cpu"):
-        model, _ = fully_shard(net := nn.Linear(8, 8), torch.optim.SGD(net.parameters()), cuda_graph_mode=True)
-    assert model.describe().notes[0].endswith("nothing can be captured, since the model is on cpu")
 
 
 @pytest.mark.parametrize(

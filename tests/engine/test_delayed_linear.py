@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import pickle
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -339,17 +338,6 @@ def test_what_was_changed_in_place_while_a_gradient_waits_is_noticed_and_a_faile
     backward(expected, torch.ones(4, WIDTH))
     for name, grad in expected.full_gradients().items():
         assert torch.equal(grad, model.full_gradients()[name])
-
-
-@pytest.mark.full
-@on_ranks(1)
-def test_a_compiled_model_delays_too() -> None:
-    def play(model: nn.Module, tensor: Tensor) -> Tensor:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it
-            return backward(torch.compile(model, backend="eager"), tensor)  # type: ignore[arg-type]
-
-    assert compare(partial_build, play, None, "optim_grads_params").count("computed") == 4
 
 
 @pytest.mark.gpu

@@ -1,6 +1,5 @@
 """Embeddings and heads as units of their own: equal to one process, gathered no more often, never read silently."""
 
-import copy
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import fully_shard_model
 from megatron_fsdp.config.strategy import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.case import FP32, ONE_RANK, Run, Scenario, Setting, check_strategies, shard, three_steps
@@ -284,48 +282,6 @@ def test_a_weight_that_is_read_where_its_unit_does_not_run_is_refused_by_name(nu
             case.loss(model, batches[dist.get_rank()]).backward()
             wanted = {name: param.grad for name, param in plain.named_parameters()}
             assert_equal_tensors(model.full_gradients(), wanted, rtol=1e-5, atol=1e-6)
-
-
-class EqualEnds(nn.Module):
-    """An embedding and a head of the same shape: their shard specs are cut alike, and each has a name of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(12, 4)
-        self.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
-        self.head = nn.Linear(4, 12, bias=False)
-
-    def forward(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.get_parameter(name))
-
-
-@pytest.mark.unmerged
-@on_ranks(2)
-def test_parameters_of_equal_shape_are_told_apart() -> None:
-    model, _ = shard(EqualEnds())
-    for name in ("tokens", "head", "blocks.0", "blocks.1"):
-        message = refusal(model, torch.ones(2, 4), f"{name}.weight")
-        assert f"; {name}.weight belongs to unit {name}, whose" in message
-        model.reset()
-
-
-@pytest.mark.unmerged
-@pytest.mark.parametrize("strategy", [0, 1, 3])
-@on_ranks(2)
-def test_the_cure_for_a_block_that_another_module_reads_from_is_told(strategy: int) -> None:
-    with fixed_seed(0):
-        plain = EqualEnds()
-    x, name = torch.ones(2, 4), "blocks.0.weight"
-    model = fully_shard_model(copy.deepcopy(plain), zero_dp_strategy=strategy)
-    assert refusal(model, x, name).endswith(
-        "whose weights are whole only while it runs, and was read in the forward of EqualEnds: call the module, or "
-        "give fsdp_unit_modules=[], without Linear, so that the weight stays with the root, which is whole during the "
-        "whole forward"
-    )
-    model = fully_shard_model(copy.deepcopy(plain), zero_dp_strategy=strategy, fsdp_unit_modules=[])
-    for each in (plain, model):
-        each(x, name).square().sum().backward()
-    torch.testing.assert_close(model.full_gradients()[name], plain.get_parameter(name).grad)
 
 
 def test_the_remedy_of_the_message_works(run_ranks: RunRanks) -> None:

@@ -310,17 +310,3 @@ def train_and_accumulate(run: Run) -> None:
 def test_recomputed_activations_give_the_same_gradients(run_ranks: RunRanks, where: Where, reentrant: bool) -> None:
     scenario = Scenario(train_and_accumulate, _case(where, reentrant))
     check_strategies(run_ranks, 2, scenario, [*SHARDED, *BUCKETS])
-
-
-def two_recomputed_forwards(run: Run) -> None:
-    (run.loss(0) + run.loss(1)).backward()
-    run.step()
-    losses = [run.loss(2), run.loss(3)]
-    for loss in losses:
-        loss.backward()
-    run.step()
-
-
-@pytest.mark.parametrize("where", PLACES)
-def test_two_recomputed_forwards_before_backward(run_ranks: RunRanks, where: Where) -> None:
-    check_strategies(run_ranks, 2, Scenario(two_recomputed_forwards, _case(where, False)), [Setting(3), IN_TURN])

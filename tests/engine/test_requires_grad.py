@@ -14,7 +14,6 @@ from megatron_fsdp import MegatronFSDP, fully_shard_optimizer
 from megatron_fsdp.errors import MegatronFSDPError
 from tests.conftest import RunRanks
 from tests.support.api_net import backward, batches, build, own_part, wrap
-from tests.support.arrangements import hybrid
 from tests.support.case import Run, Scenario, Setting, check_jobs, check_strategies, ddp
 from tests.support.on_ranks import assert_equal_tensors, on_ranks, same_on_ranks
 from tests.support.zoo import MODEL_CASES, ModelCase, Nested, Recomputed, vector_case
@@ -212,13 +211,6 @@ PARTLY_FROZEN = MODEL_CASES["partly_frozen"]
 def test_what_was_frozen_when_sharded_trains_once_it_is_thawed(run_ranks: RunRanks, strategy: int) -> None:
     scenario = Scenario(thaw_what_was_frozen, PARTLY_FROZEN, adamw_of_trained)
     check_strategies(run_ranks, 2, scenario, [Setting(strategy)])
-
-
-@pytest.mark.full
-def test_hybrid_sharding_and_buckets_thaw_what_was_frozen(run_ranks: RunRanks) -> None:
-    scenario = Scenario(thaw_what_was_frozen, PARTLY_FROZEN, adamw_of_trained)
-    check_strategies(run_ranks, 4, scenario, [Setting(3, outer_strategy=1, arrangement=hybrid(2, 2))])
-    check_jobs(run_ranks, 2, [(scenario, ddp(**SHARDS, overlap_param_gather=True))])
 
 
 @pytest.mark.parametrize("strategy", [0, 3])

@@ -17,7 +17,6 @@ from megatron_fsdp import (
 )
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.schedule import Action, Operation
-from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights, wrap
 from tests.support.case import Run, Scenario, Setting, check_strategies
@@ -126,17 +125,6 @@ def test_weights_are_gathered_ahead_or_on_demand(overlap: bool) -> None:
     assert [trace.ahead for trace in found[1:]] == [int(overlap), 1]
 
 
-@on_ranks(2)
-def test_a_size_in_elements_gathers_nothing_ahead_where_that_is_off() -> None:
-    config = DistributedDataParallelConfig(
-        data_parallel_sharding_strategy="optim_grads",
-        overlap_param_gather=False,
-        suggested_communication_unit_size=3 * FLOOR_NUMEL,
-    )
-    model = MegatronFSDP(Tower((32,) * FLOORS), FSDPDistributedIndex(mesh(), "dp"), config, fsdp_unit_modules=[Floor])
-    assert (model.suggested_AG_prefetch_size, model.suggested_RS_queue_capacity) == (0, 3 * FLOOR_NUMEL)
-
-
 # ---- how far ahead, how many at a time -----------------------------------------------------------------------------
 
 AHEAD: list[tuple[dict[str, Any], dict[str, int], int]] = [
@@ -210,14 +198,6 @@ def test_sizes_in_elements_become_units_and_buckets(
     assert model.memory().transient_peak_bytes == transient_bytes(groups, strategy, units, buckets, scratch).total
     assert model.traffic().since(before).gathers == step_traffic(groups, strategy, 1, units).gathers
     assert max(trace.in_reduction) == max(1, buckets - 1)
-
-
-@on_ranks(2)
-def test_a_capacity_without_effect_is_refused() -> None:
-    model = fully_shard_model(Tower(), fsdp_unit_modules=[Floor], zero_dp_strategy=1, overlap_grad_reduce=False)
-    said = "^suggested_RS_queue_capacity=10 has no effect with overlap_grad_reduce=False, where"
-    with pytest.raises(ConfigurationError, match=said):
-        model.suggested_RS_queue_capacity = 10
 
 
 # ---- buckets outside of units --------------------------------------------------------------------------------------

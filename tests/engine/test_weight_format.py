@@ -31,7 +31,7 @@ from tests.conftest import RunRanks
 from tests.support import case
 from tests.support.arrangements import FLAT, divide_tensors, hybrid, tensor_parallel
 from tests.support.case import SAMPLES, Recording, Run, Scenario, Setting, Tolerance, assert_parity, run_sharded
-from tests.support.on_ranks import first_rank_warns, fixed_seed, on_ranks, refusal
+from tests.support.on_ranks import fixed_seed, on_ranks, refusal
 from tests.support.zoo import MODEL_CASES, Batch, make_token_batch
 
 STEPS = 3
@@ -284,18 +284,6 @@ def test_a_pattern_that_takes_no_effect_is_refused_by_name(asked: dict[str, str 
     kept = MixedPrecisionPolicy(weight_format={"words.*": None, "head.*": "nvfp4", "*": "fp8"})
     found = {name: each.name for name, each in encoded_parameters(model, kept, strategy).items()}
     assert found == {"middle.weight": "fp8", "head.weight": "nvfp4"}
-
-
-@pytest.mark.unmerged
-@on_ranks(2)
-def test_encoded_shards_live_in_persistent_memory() -> None:
-    with first_rank_warns("only NCCL registers memory"):
-        persistent, _ = wrap(Job("mxfp8"), nccl_ub=True)
-    lazy, _ = wrap(Job("mxfp8"))
-    same = [torch.equal(CASE.loss(persistent, batch()), CASE.loss(lazy, batch()))]
-    for mine, other in zip(persistent.parameter_groups(), lazy.parameter_groups(), strict=True):
-        same.append(torch.equal(mine.weights.compute.local, other.weights.compute.local))
-    assert all(same)
 
 
 def resumed(folder: Path, other: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:

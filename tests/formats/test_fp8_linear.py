@@ -2,10 +2,8 @@
 
 import re
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megatron_fsdp import (
     MegatronFSDP,
@@ -278,54 +275,6 @@ def test_float8_products_of_the_device_differ_by_rounding_alone() -> None:
     torch.testing.assert_close(native, emulated, rtol=2**-5, atol=2**-6)
 
 
-def keep_products(_context: Any, operator: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
-    is_product = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-SAVING: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
-    "hooks that round": lambda module, x: saved_with(lambda saved: saved.bfloat16().to(saved.dtype), module, x),
-    "selective checkpointing": lambda module, x: checkpoint(
-        module,
-        x,
-        use_reentrant=False,
-        context_fn=partial(create_selective_checkpoint_contexts, keep_products),
-    ),
-}
-
-
-def saved_with(pack: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
-        return module(x)
-
-
-class Saving(nn.Module):
-    """A linear, called as `way` of `SAVING` says, or as it is."""
-
-    def __init__(self, way: str | None) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 8)
-        self.call = (lambda module, x: module(x)) if way is None else SAVING[way]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.call(self.linear, x)
-
-
-@on_ranks(2)
-def test_whoever_saves_what_backward_needs_changes_no_bits() -> None:
-    found = []
-    for each in (None, *SAVING):
-        torch.manual_seed(0)
-        model = Saving(each)
-        policy = MixedPrecisionPolicy(weight_format="fp8_compute")
-        sharded, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), mixed_precision_policy=policy)
-        x = torch.randn(4, 16).bfloat16().float().requires_grad_()  # nothing is lost where a hook rounds it
-        sharded(x).square().sum().backward()
-        found.append([x.grad, *(param.grad.to_local() for param in sharded.parameters())])
-    for mine, *others in zip(*found, strict=True):
-        assert all(torch.equal(mine, other) for other in others)
-
-
 # ---- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
@@ -539,11 +488,3 @@ def test_what_cannot_be_multiplied_is_refused_by_name(asked: Any, words: str) ->
     policy = MixedPrecisionPolicy(weight_format=asked)
     with pytest.raises(ConfigurationError, match=re.escape(words)):
         encoded_parameters(model_of_kinds(), policy, ShardingStrategy.optim_grads_params)
-
-
-@pytest.mark.parametrize("asked", ["fp8", None])
-def test_keeping_what_nothing_transposes_is_idle(asked: Any) -> None:
-    policy, strategy = MixedPrecisionPolicy(weight_format=asked), ShardingStrategy.optim_grads_params
-    with pytest.warns(UserWarning, match="keep_fp8_transpose_cache=True has no effect, since no linear multiplies"):
-        found = encoded_parameters(model_of_kinds(), policy, strategy, keeps_transposed=True)
-    assert found == encoded_parameters(model_of_kinds(), policy, strategy)

@@ -267,13 +267,3 @@ def test_nonsense_is_refused_with_the_same_sentence_on_every_rank() -> None:
         message = refusal(fully_shard_model, nn.Linear(3, 3), **hybrid_arguments(2, 1) | changes)
         for part in parts:
             assert part in message
-
-
-@on_ranks(2)
-def test_a_group_of_other_ranks_is_refused() -> None:
-    """The group of the sharding axis alone in place of the group of both."""
-    arguments = hybrid_arguments(2, 1)
-    arguments["hybrid_fsdp_group"] = arguments["device_mesh"]["dp_shard"].get_group()
-    message = refusal(fully_shard_model, nn.Linear(3, 3), **arguments)
-    assert "hybrid_fsdp_group is a group of 1 ranks that are not those along the mesh dimensions" in message
-    assert "which are [[0, 1]]" in message

@@ -13,13 +13,10 @@ from megatron_fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
     fully_shard_optimizer,
-    steps_whole_tensors,
 )
-from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from tests.support import api_net
 from tests.support.api_net import backward, batches, build, largest_difference, mesh, weights
 from tests.support.on_ranks import on_ranks, refusal
-from tests.support.optimizer_reference import Make, ReferencePair, drawn, flat, matrices
 
 STRATEGIES = [0, 1, 2, 3]
 BF16_GRADS = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.bfloat16)
@@ -153,49 +150,6 @@ def test_what_is_in_grad_all_the_same_is_added(strategy: int) -> None:
     model.finish_grad_sync()
     assert all(param.grad is None for param in model.parameters())
     assert largest_difference(shown(model), {name: grad + 1.0 for name, grad in whole_gradients().items()}) <= 1e-6
-
-
-class DecoupledReferencePair(ReferencePair):
-    """With gradients of float64, which one process has in `.grad` of parameters of float32."""
-
-    def step(self, step: int, without: int | None = None) -> None:
-        for index, (param, copy) in enumerate(zip(self.params, self.copies, strict=True)):
-            grad = None if index == without else drawn(copy.shape, step, index, torch.float64)
-            copy.grad = None
-            copy.grad_dtype = torch.float64
-            copy.grad = grad
-            spec = param.shard_spec  # type: ignore[attr-defined]
-            shard = None if grad is None else UnevenDTensor.wrap(spec.take(grad).clone(), spec)
-            param.decoupled_grad = shard  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.reference.step()
-
-
-KINDS: dict[str, Make] = {
-    "muon": lambda params: torch.optim.Muon(params, lr=0.1),
-    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.1),
-    "declared": lambda params: Declared(params),
-}
-
-
-@steps_whole_tensors
-class Declared(DecoupledSGD):
-    """Is stepped on whole tensors."""
-
-
-@pytest.mark.full(short=["muon-3-2", "adafactor-1-3", "declared-2-2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("strategy", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks()
-def test_optimizers_of_whole_tensors_read_them_uncast(kind: str, strategy: int) -> None:
-    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float64)
-    arguments = {**flat(strategy), "mixed_precision_policy": policy, "use_decoupled_grad": True}
-    pair = DecoupledReferencePair(matrices(), KINDS[kind], arguments)
-    for step in range(3):
-        pair.step(step, without=2 if step == 0 else None)
-        assert pair.differing() == [], f"step {step}"
-    assert kind != "muon" or pair.optimizer.state[pair.params[0]]["momentum_buffer"].dtype == torch.float64
 
 
 @on_ranks(2)

@@ -1,10 +1,8 @@
 """Optimizers whose step runs on local tensors: what stepping DTensors gives, and seen as DTensors by all."""
 
-import contextlib
 import copy
 import gc
 import io
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -427,67 +425,3 @@ def test_state_is_in_the_order_of_parameters_on_every_rank() -> None:
 
 
 # ---- hooks, failures and what cannot be shown ------------------------------------------------------------------------
-
-
-def make_other_gradients(model: nn.Module, _optimizer: Any = None) -> None:
-    """Replace all gradients but the first by others, of memory of their own."""
-    for param in [param for param in model.parameters() if param.grad is not None][1:]:
-        param.grad = param.grad * 10.0  # type: ignore[operator]
-
-
-def fail_then_replace(model: nn.Module, optimizer: Any) -> None:
-    """A first step that fails after gradients were looked at; then others take their place."""
-
-    def fails() -> float:
-        len(optimizer.state_dict())
-        raise ZeroDivisionError
-
-    with contextlib.suppress(ZeroDivisionError):
-        optimizer.step(fails)
-    options = optimizer.param_groups[0]
-    rate, options["lr"] = options["lr"], torch.tensor(options["lr"])
-    with contextlib.suppress(RuntimeError):
-        optimizer.step()  # lists of tensors take no tensor as rate
-    options["lr"] = rate
-    make_other_gradients(model)
-
-
-def one_group_on_dtensors(_model: nn.Module, optimizer: Any) -> None:
-    """A step where a second group cannot be shown as local tensors, and so none is."""
-    foreign = nn.Parameter(torch.ones(2))
-    foreign.grad = torch.ones(2)
-    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [foreign]})
-    optimizer.step()
-    optimizer.state.pop(foreign)
-    optimizer.param_groups.pop()
-
-
-def listed_twice(_model: nn.Module, optimizer: Any) -> None:
-    params = optimizer.param_groups[0]["params"]
-    optimizer.param_groups[0]["params"] = [*params, params[1]]
-
-
-def own_values(_model: nn.Module, optimizer: Any) -> None:
-    """State that is none of the optimizer's: numbers, and things that cannot be compared."""
-    for param in optimizer.param_groups[0]["params"]:
-        optimizer.state[param].update(seen=torch.zeros(()), list=[torch.ones(2), torch.ones(2)])
-
-
-@pytest.mark.parametrize(
-    ("trouble", "at"), [(fail_then_replace, 2), (one_group_on_dtensors, 0), (listed_twice, 0), (own_values, 1)]
-)
-@on_ranks(2)
-def test_after_trouble_weights_and_state_are_those_of_dtensors(trouble: Deed, at: int) -> None:
-    ends = []
-    for on_dtensors in (False, True):
-        model = fully_shard_model(tight(), mesh(), zero_dp_strategy=3)
-        optimizer = connect(model, VARIANTS["adam foreach"], on_dtensors)
-        own: list[Any] = []
-
-        def deed(model: nn.Module, optimizer: Any, own: list[Any] = own) -> None:
-            trouble(model, optimizer)
-            own += [state.get("seen") for state in optimizer.state.values()]
-
-        ends.append(end_after(deed, (at,), optimizer, model, 4))
-        assert all(map(operator.is_, own, [state.get("seen") for state in optimizer.state.values()]))
-    assert_same(ends)

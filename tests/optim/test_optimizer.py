@@ -37,7 +37,7 @@ from megatron_fsdp.automodel import (
     connect_optimizer,
 )
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optim.optimizer import _has_warned, count_kinds, route_line
+from megatron_fsdp.optim.optimizer import _has_warned
 from tests.support.api_net import (
     Layer,
     backward,
@@ -418,29 +418,6 @@ class Words(nn.Module):
         for block in self.blocks:
             hidden = hidden + block(hidden)
         return self.head(hidden @ self.stack[0])  # type: ignore[no-any-return]
-
-
-def test_parameters_are_counted_by_what_they_are() -> None:
-    model = Words()
-    assert count_kinds(model.parameters(), model) == (
-        "norms 4",
-        "matrices 2",
-        "biases 2",
-        "stacks of matrices 1",
-        "vectors 1",
-        "embeddings 1",
-        "head 1",
-    )
-    tied = Words(ties=True)
-    assert count_kinds([tied.head.weight], tied) == ("embeddings 1",)
-    assert count_kinds([torch.ones(2, 2), torch.ones(2)]) == ("matrices 1", "vectors 1")
-
-
-def test_an_optimizer_over_all_of_whole_weights_is_called_replicated() -> None:
-    model = nn.Linear(2, 2)
-    assert route_line(torch.optim.LBFGS(model.parameters()), model) == (
-        "LBFGS: 2 parameters on whole tensors, the same on every rank (matrices 1, biases 1)"
-    )
 
 
 @on_ranks(2)

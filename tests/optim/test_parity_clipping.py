@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import NonFiniteNormError
-from megatron_fsdp.optim.grad_norm import is_known_to_be_one
 from tests.conftest import RunRanks
 from tests.support.api_net import backward, batches, wrap
 from tests.support.case import IN_TURN, REPLICATED, Run, Scenario, Setting, check_strategies
@@ -148,9 +147,3 @@ def test_gaps_between_gradients_count_for_nothing_even_after_nan(strategy: int) 
     first, nan, last = norms
     assert math.isnan(nan)
     assert first == last > 0.0
-
-
-def test_what_cannot_be_read_without_a_wait_is_not_read() -> None:
-    assert is_known_to_be_one(torch.ones(()))
-    assert not is_known_to_be_one(torch.tensor(0.5))
-    assert not is_known_to_be_one(torch.ones((), device="meta"))

@@ -2,7 +2,6 @@
 
 import re
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -341,33 +340,6 @@ def test_gradients_after_the_step_of_their_parameter_are_an_error_that_names_it(
         loss_of(model, 3)
     with pytest.raises(ScheduleError, match="load a checkpoint"):
         optimizer.step()
-
-
-@on_ranks(2)
-def test_a_penalty_that_comes_before_the_step_of_its_parameter_counts() -> None:
-    def train_with_penalty(in_backward: bool) -> list[torch.Tensor]:
-        model, optimizer = build()
-        for number in range(3):
-            loss = loss_of(model, number) + model.module.floors[-1].up.weight.square().sum()
-            with optimizer.step_in_backward() if in_backward else nullcontext():
-                loss.backward()
-            if not in_backward:
-                optimizer.step()
-            optimizer.zero_grad()
-        return [param.to_local().detach() for param in model.parameters()]
-
-    ends = zip(train_with_penalty(True), train_with_penalty(False), strict=True)
-    assert all(torch.equal(one, other) for one, other in ends)
-
-
-@on_ranks(2)
-def test_nothing_of_a_step_holds_the_model() -> None:
-    model, optimizer = warm()
-    step(model, optimizer, 1)
-    optimizer.zero_grad()
-    alive = weakref.ref(model)
-    del model
-    assert alive() is None
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------

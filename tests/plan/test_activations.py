@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.activations import kernels_of, profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
-from megatron_fsdp.plan.models import PRESETS, build_meta_model
 from megatron_fsdp.plan.setup import Recompute
 from tests.support.counting import LiveBytes, on_meta, token_batch
 from tests.support.language_models import LAYERS, SMALL_MODELS, build_small, unit_names
@@ -71,7 +70,6 @@ TOWER_UNITS = ["", *(f"floors.{index}" for index in range(FLOORS))]
 BLOCK_UNITS = ["", *(f"blocks.{index}" for index in range(3))]
 TOKENS = torch.arange(32).view(4, 8) % TinyTransformer.VOCABULARY
 
-VECTORS = torch.linspace(-1, 1, SAMPLES * TOWER_FEATURES).view(SAMPLES, -1)
 CASES = {
     "tower": Case(
         build_tower, torch.linspace(-1, 1, SAMPLES * TOWER_FEATURES).view(SAMPLES, -1), TOWER_UNITS, mean_square
@@ -151,11 +149,6 @@ def test_tower_by_hand() -> None:
     assert last.gradients == [f"floors.{FLOORS - 1}.down.weight", f"floors.{FLOORS - 1}.up.weight"]
 
 
-def test_events_are_in_the_order_of_the_scheduler() -> None:
-    profile = profile_on_meta(CASES["transformer"])
-    assert profile.events == "F0> F1> F1< F2> F2< F3> F3< F0< B0 B3 B2 B1 E"
-
-
 def test_nothing_but_the_loss_is_left_and_every_gradient_arrives_once() -> None:
     profile, model = profile_on_meta(CASES["qwen2-tied"]), CASES["qwen2-tied"].build()
     assert all(segment.begin_bytes <= segment.peak_bytes for segment in profile.segments)
@@ -179,15 +172,6 @@ def test_loops_over_experts_are_planned_as_grouped_products_and_the_model_is_lef
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
     assert all(not param._post_accumulate_grad_hooks for param in model.parameters())
-
-
-def test_logits_of_transformers_are_cast_to_fp32() -> None:
-    """The loss of bf16 logits works in fp32: twice their size appears in the root's forward."""
-    vocabulary, tokens = 100, token_batch()["input_ids"].numel()
-    profile = profile_on_meta(CASES["llama-bf16"])
-    head = profile.segments[profile.backward_start - 2]
-    assert str(head) == f"F{LAYERS}<"
-    assert head.peak_bytes - head.begin_bytes >= (2 + FLOAT + FLOAT) * tokens * vocabulary
 
 
 def test_products_keep_the_scores_and_fused_kernels_do_not() -> None:
@@ -229,39 +213,6 @@ def test_kernels_are_those_that_a_device_would_choose() -> None:
         assert "FlashAttentionForCpu" in kernel_of(attention(mask))
         assert "Attention" not in kernel_of(attention(value_features=8))
     assert "Attention" not in kernel_of(attention())
-
-
-def test_dropout_on_cuda_keeps_one_byte_per_element() -> None:
-    given = torch.empty(1000, device="meta", requires_grad=True)
-    with kernels_of("cuda"):
-        assert kernel_of(F.dropout(given, 0.1)) == "NativeDropoutBackward0"
-        assert F.dropout(given, 0.1, training=False) is given
-    assert kernel_of(F.dropout(given, 0.1)) == "MulBackward0"
-
-
-def test_rms_norm_on_cuda_keeps_its_input_and_one_number_per_row() -> None:
-    features, rows = 64, 8
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(features, features), nn.RMSNorm(features)).bfloat16()
-        given = torch.empty(rows, features, dtype=torch.bfloat16)
-    profile = profile_compute(model, given, unit_names=["", "1"], loss_fn=mean_square, kernels="cuda")
-    norm = next(segment for segment in profile.segments if str(segment) == "F1>")
-    result, scale = 2 * rows * features, FLOAT * rows
-    assert norm.peak_bytes - norm.begin_bytes == result + scale
-    assert kept_in(profile, "F1>") == result + scale
-    assert profile.events.endswith("F1< F0< B1 B0 E")
-    assert profile.segments[-2].gradients == ["1.weight", "0.bias", "0.weight"]
-
-
-def test_products_of_405b_by_hand() -> None:
-    """Each weight but the embedding is multiplied once per token; attention is two products per query and key."""
-    tokens, hidden, vocabulary, inner = 8192, 16384, 128256, 53248
-    model = build_meta_model({**PRESETS["llama-3-405b"], "num_hidden_layers": 1}, torch.bfloat16)
-    ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
-    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
-    found = profile_compute(model, inputs, unit_names=["", "model.layers.0"])
-    projections = hidden * hidden * (2 + 2 * 8 / 128) + 3 * hidden * inner
-    assert found.forward_flops == 2 * tokens * (projections + hidden * vocabulary) + 4 * tokens * tokens * hidden
 
 
 def test_what_cannot_be_profiled_is_refused() -> None:

@@ -196,15 +196,6 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
         build_meta_model(tmp_path)
 
 
-def test_missing_transformers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(
-        ConfigurationError,
-        match=r"needs the package transformers, which is not installed; run .* or give an import path",
-    ):
-        build_meta_model("llama-3-8b")
-
-
 def test_code_of_a_folder_is_neither_run_nor_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("transformers asks on standard input"))
     folder = folder_with_code(tmp_path / "own")

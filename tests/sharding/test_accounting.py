@@ -8,23 +8,18 @@ import torch
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
-from tests.support.api_net import Layer, build
-from tests.support.arrangements import hybrid_arguments
-from tests.support.case import adamw_above_noise, shard
 from tests.support.formulas import (
     GroupFootprint,
     PassingBytes,
     PersistentBytes,
     TransientBytes,
     exchange_scratch_bytes,
-    footprints_of,
     outer_step_traffic,
     passing_bytes,
     persistent_bytes,
     step_traffic,
     transient_bytes,
 )
-from tests.support.on_ranks import on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS = ShardingStrategy
@@ -131,21 +126,3 @@ def test_what_crosses_the_outer_axis() -> None:
     assert outer_step_traffic([GROUP], NO_SHARD) == whole
     assert outer_step_traffic([replace(GROUP, is_whole=True, outer_shares=True)], OPTIM_GRADS_PARAMS) == whole
     assert outer_step_traffic([replace(GROUP, outer_ranks=1)], OPTIM_GRADS_PARAMS) == Traffic(0, 0, 0, 0)
-
-
-@pytest.mark.parametrize(("strategy", "outer"), [(0, 0), (1, 1), (3, 0)])
-@on_ranks(4)
-def test_the_engine_sends_what_the_formulas_say(strategy: int, outer: int) -> None:
-    options = {"zero_dp_strategy": strategy, "outer_dp_sharding_strategy": outer, **hybrid_arguments(2, 2)}
-    model, optimizer = shard(build(), adamw_above_noise, fsdp_unit_modules=[Layer], **options)
-    for _ in range(3):
-        before = model.traffic_by_axis()
-        model(torch.ones(2, 5)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    after = model.traffic_by_axis()
-    inside, across = (after[name].since(before[name]) for name in ("dp_shard", "dp_outer"))
-    footprints, wanted = footprints_of(model), ShardingStrategy(strategy)
-    assert inside == step_traffic(footprints, wanted)
-    assert across == outer_step_traffic(footprints, wanted)
-    assert across.reductions > 0

@@ -3,7 +3,6 @@
 from collections import Counter
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_fsdp.engine.observer import Phase
@@ -49,31 +48,3 @@ def test_a_profiler_sees_the_phases_of_its_steps_and_changes_nothing(run_ranks: 
         assert sum(name.startswith("mfsdp/backward") for name in seen["names"]) == FLOORS + 1
         assert seen["names"] == seen["phases"]
         assert not seen["open"]
-
-
-def _ranges_around_an_exception() -> dict[str, str | None]:
-    """The names of ranges and operators, and the name of what each lies in."""
-    recording = trace(sharded_tower(3)[0])
-    recording.start()
-    with profile(activities=CPU, acc_events=True) as profiler:
-        recording.begins(Phase.FORWARD, 0)
-        recording.begins(Phase.FORWARD, 1)
-        recording.begins(Phase.WAIT, 1)  # raises
-        recording.ends(Phase.FORWARD, 2)  # began before there was a profiler
-        recording.ends(Phase.FORWARD, 1)
-        torch.ones(1).add_(1)
-        recording.ends(Phase.FORWARD, 0)
-        recording.begins(Phase.BACKWARD, 1)
-        recording.stop()
-    assert not recording._ranges
-    return {event.name: event.cpu_parent and event.cpu_parent.name for event in profiler.events()}
-
-
-def test_ranges_that_an_exception_left_open_are_closed_with_what_is_around_them(run_ranks: RunRanks) -> None:
-    (parents,) = run_ranks(1, _ranges_around_an_exception)
-    assert parents["mfsdp/forward (root)"] is None
-    assert parents["mfsdp/forward floors.0"] == "mfsdp/forward (root)"
-    assert parents["mfsdp/wait floors.0"] == "mfsdp/forward floors.0"
-    assert parents["aten::add_"] == "mfsdp/forward (root)"
-    assert parents["mfsdp/backward floors.0"] is None
-    assert "mfsdp/forward floors.1" not in parents

@@ -1,7 +1,6 @@
 """The convert command: the words of the user guide, exit statuses, what is printed, and what is written."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -63,15 +62,6 @@ def test_swiglu_stands_alone_or_with_a_scope(source: Path, tmp_path: Path, words
     assert gated_keys(tmp_path / "out") == expected
 
 
-def test_a_folder_whose_name_looks_like_a_module_is_a_folder(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert source.name == "iter_0000007"
-    assert main(["convert", "--swiglu", "iter_0000007", "out"]) == 0
-    assert gated_keys(tmp_path / "out") == 2
-
-
 def test_defect_17_a_dry_run_writes_nothing_and_tells_every_move(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,15 +83,6 @@ def test_defect_17_json_tells_scripts_what_was_done(
     assert (told["written"], told["verified"], told["ranks"]) == (True, True, 1)
     assert told["tensors"] == len(told["moves"])
     assert printed.err == ""
-
-
-def test_defect_17_progress_counts_bytes(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", str(source), str(tmp_path / "out"), "--verify"]) == 0
-    printed = capsys.readouterr()
-    lines = printed.err.splitlines()
-    assert len(lines) == 10
-    assert all(re.fullmatch(r"[\d.]+ [KM]?i?B of [\d.]+ [KM]iB written by the first rank", line) for line in lines)
-    assert "wrote and verified" in printed.out
 
 
 def test_defect_17_failures_have_an_exit_status(

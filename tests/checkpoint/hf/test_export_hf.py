@@ -92,18 +92,6 @@ def test_only_files_of_the_config_folder_are_exported(tmp_path: Path, name: str)
         assert not out.exists()
 
 
-def test_files_of_a_cache_of_the_hub_are_exported(tmp_path: Path) -> None:
-    source = saved_plainly(tmp_path / "source", build("llama"))
-    config = config_folder(tmp_path / "cache" / "snapshots" / "abc", "llama")
-    (tmp_path / "cache" / "blobs").mkdir()
-    for number, path in enumerate(sorted(config.iterdir())):
-        path.rename(tmp_path / "cache" / "blobs" / str(number))
-        path.symlink_to(Path("..", "..", "blobs", str(number)))
-    export_hf(source, tmp_path / "out", config)
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokens"
-    assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
-
-
 def saved_plainly(folder: Path, model: nn.Module) -> CheckpointFolder:
     return builders.save({"model": model.state_dict()}, folder)
 

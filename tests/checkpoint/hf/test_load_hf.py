@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.checkpoint.hf import load_hf
 from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE, FolderReader, StoredTensor
-from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, save_reference, shard
 from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks, once, refusal, same_on_ranks
@@ -265,28 +265,6 @@ def test_an_error_midway_says_that_the_model_is_partly_loaded(tmp_path: Path) ->
     for words in ("the model is partly loaded, load again before", "rank 1: CheckpointError", "disk on fire"):
         assert words in told
     assert "21 loaded, 0 missing" in str(load_hf(model, tmp_path))
-
-
-def test_tensors_that_a_model_lets_pass_are_noted(tmp_path: Path) -> None:
-    model = build("llama")
-    model.save_pretrained(tmp_path)
-    for spoil in (_drop(NORM), _put("old_bias", torch.ones(1))):
-        spoil(tmp_path)
-    model._keys_to_ignore_on_load_unexpected = [r"old_b.*"]
-    model._keys_to_ignore_on_load_missing = [r"model\.norm"]
-    report = load_hf(model, tmp_path)
-    assert report.is_complete
-    assert "old_bias is stored and was left out, as the model asks" in report.notes
-    assert f"{NORM} is not stored and kept its value, as the model allows" in report.notes
-
-
-@on_ranks(1)
-def test_full_parameters_are_not_loaded_into(tmp_path: Path) -> None:
-    save_reference(tmp_path, "llama")
-    model = shard(build("llama"))
-    with model.full_parameters_context(), pytest.raises(ConfigurationError, match="full parameters at the moment"):
-        load_hf(model, tmp_path)
-    assert load_hf(model, tmp_path).is_complete
 
 
 class Expanded(nn.Module):

@@ -303,32 +303,7 @@ def test_our_wrapper_around_it_is_taken_off(tmp_path: Path) -> None:
     assert same_tensors(stored(tmp_path / "out"), Scaled(2.0).state_dict())
 
 
-def test_what_is_no_module_is_refused(tmp_path: Path) -> None:
-    for call in (load_hf, save_hf):
-        with pytest.raises(ConfigurationError, match=r"model is a dict; give an nn\.Module"):
-            call({}, tmp_path)  # type: ignore[arg-type]
-
-
 # ---- plans of files: how they are laid out ---------------------------------------------------------------------------
-
-
-def test_files_are_filled_in_order() -> None:
-    sizes = {"a": 4, "b": 4, "c": 3, "d": 9, "e": 1}
-    tensors = {key: FileTensor.of(key, (size,)) for key, size in sizes.items()}
-    dtypes = dict.fromkeys(sizes, torch.uint8)
-
-    def keys_by_file(max_bytes: int) -> list[tuple[str, list[str]]]:
-        files = lay_out_files(tensors, dtypes, Cut(max_bytes, "m.safetensors"))
-        return [(name, [tensor.key for tensor in inside]) for name, inside in files.items()]
-
-    assert keys_by_file(8) == [
-        ("m-00001-of-00004.safetensors", ["a", "b"]),
-        ("m-00002-of-00004.safetensors", ["c"]),
-        ("m-00003-of-00004.safetensors", ["d"]),
-        ("m-00004-of-00004.safetensors", ["e"]),
-    ]
-    assert keys_by_file(21) == [("m.safetensors", list(sizes))]
-    assert lay_out_files({}, {}, Cut(1, "m.safetensors")) == {"m.safetensors": []}
 
 
 def test_dtypes_are_cast_only_where_they_are_floating_point() -> None:
@@ -352,10 +327,3 @@ def test_ranks_that_hold_the_rest_have_to_take_part(tmp_path: Path) -> None:
         save_hf(model, tmp_path / str(rank), group=groups[rank])
     dist.barrier()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_current_folder_may_be_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    save_hf(nn.Linear(2, 3), ".")
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors")] == ["here/model.safetensors"]

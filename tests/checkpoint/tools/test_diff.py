@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fsdp.checkpoint.diff import BLOCK, Tolerance, compare_piece, diff, tensor_difference
+from megatron_fsdp.checkpoint.diff import Tolerance, compare_piece, diff, tensor_difference
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.naming import alike
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -161,20 +161,6 @@ def test_every_dtype_can_be_compared(dtype: torch.dtype, bitwise: bool) -> None:
     assert found is not None
     assert (found.count, found.index, found.largest) == (2, (12, 0), 1.0)
     assert compare_piece(a, a.clone(), Box((0,), (5,)), Tolerance(bitwise=bitwise)) is None
-
-
-def test_large_integers_are_not_rounded() -> None:
-    a = torch.tensor([2**60])
-    assert compare_piece(a, a + 1, Box((0,), (1,)), Tolerance()) is not None
-
-
-def test_places_beyond_the_first_block() -> None:
-    a = torch.zeros(BLOCK + 10)
-    b = a.clone()
-    b[BLOCK + 3] = 1.0
-    found = compare_piece(a, b, Box((5,), (BLOCK + 10,)), Tolerance())
-    assert found is not None
-    assert found.index == (BLOCK + 8,)
 
 
 def test_tolerances_that_contradict_are_refused() -> None:

@@ -4,7 +4,6 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,13 +16,12 @@ from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.full_tensor import muon
-from megatron_fsdp.optim.full_tensor.exchange import assign_owners, balanced_owners, waves_of
-from megatron_fsdp.optim.full_tensor.muon import check_muon, newton_schulz_flops
+from megatron_fsdp.optim.full_tensor.exchange import assign_owners, waves_of
+from megatron_fsdp.optim.full_tensor.muon import check_muon
 from megatron_fsdp.optim.optimizer import step_of
 from tests.support.api_net import mesh
 from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.counting import LiveBytes
-from tests.support.experts import FLAT, Experts, Sizes, build_with_experts, experts_of
 from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks
 from tests.support.optimizer_reference import Matrices, ReferencePair, drawn, flat, hybrid, matrices, three_steps
 from tests.support.zoo import Block, build_dense
@@ -52,36 +50,6 @@ def test_the_rank_that_holds_a_matrix_owns_it_where_ranks_have_about_the_same_to
     assert loads == [50, 52]
 
 
-class Mesh:
-    """The ranks of a mesh, as far as owners are concerned."""
-
-    def __init__(self, *ranks: int) -> None:
-        self.mesh = torch.tensor(ranks)
-
-    def size(self) -> int:
-        return len(self.mesh)
-
-
-def test_what_ranks_do_in_a_mesh_around_counts_in_the_meshes_inside() -> None:
-    """All ranks of a mesh find the same owners: what only some of them know does not count."""
-    dense, left, right, across = Mesh(0, 1, 2, 3), Mesh(0, 1), Mesh(2, 3), Mesh(1, 2)
-    meshes: list[Any] = [left, dense, dense, dense, right, across]
-    assert balanced_owners(meshes, [4, 9, 1, 2, 5, 1]) == [1, 0, 2, 1, 1, 1]
-    assert balanced_owners(meshes[:1], [4]) == [0]
-    assert balanced_owners([], []) == []
-
-
-@pytest.mark.parametrize("ranks", [8, 16, 32])
-def test_the_matrices_of_llama_8b_are_shared_evenly(ranks: int) -> None:
-    """32 layers of q, k, v, o, gate, up, down: the busiest rank has at most 1.05 of the mean work."""
-    shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32
-    flops = [newton_schulz_flops(shape, 5) for shape in shapes]
-    loads = [0] * ranks
-    assign_owners(flops, loads)
-    assert sum(loads) == sum(flops)
-    assert max(loads) <= 1.05 * sum(loads) / ranks
-
-
 def test_no_owner_gets_more_than_the_limit_in_one_wave() -> None:
     assert waves_of([0, 1, 0, 0, 1], [6, 6, 4, 1, 20], 10) == ((0, 1, 2), (3, 4))
     assert waves_of([0, 0], [50, 60], 10) == ((0,), (1,))
@@ -105,18 +73,6 @@ def test_matrices_may_go_in_several_waves(limit: int, waves: int) -> None:
         patch.setattr(dist, "all_to_all_single", lambda *args, **kwargs: calls.append(0) or send(*args, **kwargs))
         three_steps(matrices(), plain, flat(3), without=2)
     assert len(calls) == 2 * 3 * waves
-
-
-@on_ranks(4)
-def test_what_goes_to_each_replica_counts_in_a_wave() -> None:
-    """Two matrices of 288 bytes for each owner, whose results go to two replicas."""
-    calls, send = [], dist.all_to_all_single
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(muon, "WAVE_BYTES", 2 * 288)
-        patch.setattr(dist, "all_to_all_single", lambda *args, **kwargs: calls.append(0) or send(*args, **kwargs))
-        ReferencePair(equal_matrices(), plain, hybrid(3, "no_shard")).step(0)
-        ReferencePair(equal_matrices(), plain, flat(3)).step(0)
-    assert len(calls) == 2 * 2 + 2 * 1
 
 
 def equal_matrices(count: int = 8, size: int = 12) -> nn.Module:
@@ -350,21 +306,6 @@ def test_split_matrices_that_tensor_parallelism_cuts_step_as_matrices_of_their_o
         assert pair.differing() == [], f"step {step}"
 
 
-@pytest.mark.full(short=["sizes1"])
-@pytest.mark.parametrize("sizes", [FLAT, (("dp_outer", 2), ("ep", 2), ("dp_shard", 1))])
-@on_ranks(4)
-def test_stacks_of_experts_step_as_matrices_of_their_own(sizes: Sizes) -> None:
-    arrangement = experts_of(sizes)
-    model = build_with_experts(kind=Experts)
-    arrangement.place(model)
-    for name, param in model.named_parameters():
-        param.requires_grad_(param.dim() > 1 and not name.endswith("shift"))
-    pair = SplitReferencePair(model, {**arrangement.arguments(), "zero_dp_strategy": 3, "fsdp_unit_modules": [Block]})
-    for step in range(2):
-        pair.step(step)
-        assert pair.differing() == [], f"step {step}"
-
-
 @on_ranks(2)
 def test_the_matrices_of_a_stack_are_shared_out_over_ranks() -> None:
     """A stack as one piece would leave one of two ranks with nothing to do."""
@@ -390,21 +331,6 @@ def test_split_sizes_that_do_not_fit_are_refused(sizes: Any) -> None:
     optimizer = torch.optim.Muon([{"params": [nn.Parameter(torch.ones(9, 2))], "split_sizes": sizes}])
     with pytest.raises(ConfigurationError, match=r"shape \(9, 2\); give the rows of each piece, which add up to 9, or"):
         check_muon(optimizer)
-
-
-def test_names_of_pieces_may_come_in_any_mapping() -> None:
-    sizes = MappingProxyType({"q": 6, "k": 2, "v": 1})
-    optimizer = torch.optim.Muon([{"params": [nn.Parameter(torch.ones(9, 2))], "split_sizes": sizes}])
-    check_muon(optimizer)
-    assert step_of(optimizer) == "on shards and whole matrices (Muon, split into q, k, v)"
-
-
-@on_ranks(2)
-def test_options_that_became_wrong_are_told_also_where_nothing_has_a_gradient() -> None:
-    pair = ReferencePair(matrices(), lambda params: torch.optim.Muon(params, lr=0.1), flat(3))
-    pair.optimizer.param_groups[0]["split_sizes"] = 4
-    with pytest.raises(ConfigurationError, match="Muon was given split_sizes=4 for a parameter of shape"):
-        pair.optimizer.step()
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import ChainedOptimizer, fully_shard, fully_shard_model, fully_shard_optimizer, steps_whole_tensors
-from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError, RankError
-from tests.conftest import RunRanks
 from tests.support.api_net import mesh, message_of
 from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.experts import FLAT, ListedExperts, build_with_experts, experts_of
@@ -136,14 +133,6 @@ def test_what_cannot_be_right_is_refused_on_all_ranks() -> None:
         assert refusal(fully_shard_optimizer, kind(model.parameters())).startswith(text)
 
 
-def test_only_classes_of_optimizers_can_be_declared() -> None:
-    for given in (Factored([nn.Parameter(torch.ones(2, 2))]), nn.Linear, lambda params: Factored(params)):
-        with pytest.raises(ConfigurationError, match="give a class of optimizers, not an object or a function"):
-            steps_whole_tensors(given)  # type: ignore[type-var]
-    with pytest.raises(ConfigurationError, match="steps sharded matrices as it is"):
-        steps_whole_tensors(torch.optim.Muon)
-
-
 SEARCHES: dict[str, dict[str, Any]] = {
     "wolfe": {"line_search_fn": "strong_wolfe", "history_size": 2},
     "fixed": {"lr": 0.3},
@@ -236,30 +225,6 @@ def test_lbfgs_steps_as_one_process_and_alike_on_all_ranks(search: str) -> None:
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def save_after_two_steps(folder: Path) -> None:
-    sharded = Sharded("wolfe", flat(0))
-    for step in range(2):
-        sharded.step(step)
-    save_checkpoint(sharded.model, sharded.optimizer, folder / "ours", iteration=2)
-
-
-def go_on(folder: Path, before: int) -> float:
-    """The largest difference to one process, after a step more."""
-    sharded, alone = Sharded("wolfe", flat(0)), Alone("wolfe")
-    for step in range(2):
-        alone.step(step, before)
-    load_checkpoint(sharded.model, sharded.optimizer, folder / "ours")
-    sharded.step(2)
-    alone.step(2, dist.get_world_size())
-    found = sharded.model.full_parameters().values()
-    return max(float((value - wanted).detach().abs().max()) for value, wanted in zip(found, alone.params, strict=True))
-
-
-def test_training_goes_on_with_another_number_of_ranks(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(2, save_after_two_steps, tmp_path)
-    assert max(run_ranks(3, go_on, tmp_path, 2)) < 2e-4
 
 
 # ---- failures and refusals -------------------------------------------------------------------------------------------
