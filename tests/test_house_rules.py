@@ -36,6 +36,7 @@ LAYERS = (
     "checkpoint",
     "published",
     "experimental",
+    "weights",
     "ddp",
     "front",
     "contrib",

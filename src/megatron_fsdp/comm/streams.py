@@ -15,8 +15,8 @@ a buffer may be handed to a stream straight after it was last used.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol
@@ -219,6 +219,30 @@ def submit_through(stream: CommStream, launch: Launch, then: CommStream, finish:
 def make_comm_stream(device: torch.device, name: str = "", watch: CommStreamWatch | None = None) -> CommStream:
     """Make the communication stream of a device: a side stream on CUDA, work handles elsewhere."""
     return CudaCommStream(device, name, watch) if device.type == "cuda" else HostCommStream(name, watch)
+
+
+class SideStream:
+    """A stream beside the current one for work that the host waits for; the current one on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @contextmanager
+    def finished(self) -> Iterator[None]:
+        """Run a block behind what the current stream has queued; the host waits for its work at the end."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of a block's tensor until what the current stream does with it is over."""
+        if self._stream is not None:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -152,6 +152,7 @@ class Engine:
         self.config: DistributedDataParallelConfig | None = None
         self.config_notes: tuple[str, ...] = ()
         self.stepped = False
+        self._installs = 0
         self._unreduced = UnreducedGradients()
         self.full_units: set[int] = set()  # units whose modules show copies of the full parameters
         self.open_pass = ""  # the iteration over full tensors that was begun, and is neither exhausted nor closed
@@ -425,6 +426,11 @@ class Engine:
         """True if main weights were written to since they were last installed."""
         return self.stepped or any(unit.main_changed for unit in self.units)
 
+    @property
+    def weights_version(self) -> int:
+        """The number of changes of the main weights: by steps, loads, write-backs and others' writes."""
+        return self._installs + self.has_newer_weights
+
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer of the model's parameters steps while full tensors are handed out."""
         if (self.open_pass or self.full_units) and (optimizer in self.connected or self._is_ours(optimizer)):
@@ -457,6 +463,7 @@ class Engine:
                 agree_on_amaxes(encoded, self.rank_meshes)
             for unit in self.units:
                 unit.install_main_weights()
+        self._installs += 1
         self.stepped = False
 
     # ---- backward -----------------------------------------------------------------------------------------------

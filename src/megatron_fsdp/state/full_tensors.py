@@ -104,7 +104,8 @@ def shown_in_full(engine: Engine, module: nn.Module | None, writeback: bool, com
             unit.to_sharded()
 
 
-def _check_between_steps(engine: Engine, what: str) -> None:
+def check_between_steps(engine: Engine, what: str) -> None:
+    """Raise a ScheduleError inside a forward or backward, and while an iteration over full tensors is open."""
     engine.refuse_open_pass(what)
     if engine.scheduler.in_forward or engine.scheduler.in_backward:
         raise ScheduleError(
@@ -114,7 +115,7 @@ def _check_between_steps(engine: Engine, what: str) -> None:
 
 
 def _check(engine: Engine, units: Sequence[Unit], writeback: bool, compute_dtype: bool) -> None:
-    _check_between_steps(engine, "full_parameters_context was entered")
+    check_between_steps(engine, "full_parameters_context was entered")
     open_already = [unit.label for unit in units if unit.index in engine.full_units]
     if open_already:
         raise ScheduleError(
@@ -215,7 +216,7 @@ def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, tor
 @contextmanager
 def open_pass(engine: Engine, what: str) -> Iterator[None]:
     """Keep the engine from changing the tensors, and from other collectives, until a generator ends."""
-    _check_between_steps(engine, "full tensors were asked for")
+    check_between_steps(engine, "full tensors were asked for")
     engine.open_pass = what
     try:
         yield
@@ -253,10 +254,11 @@ def _stream(engine: Engine, entries: Sequence[Entry], bucket_bytes: int) -> Iter
     for (_, dtype, _), run in alike:
         for bucket in cut_into_buckets(run, bucket_bytes // 2, dtype):
             check_unwritten(engine, bucket)
-            full = gather(bucket, bucket_bytes // 2)
+            full = gather(bucket, dtype, bucket_bytes // 2)
+            assert full is not None
             full.reverse()
             for entry in bucket:
-                yield entry.name, full.pop()
+                yield entry.name, full.pop()[0]
 
 
 def check_unwritten(engine: Engine, entries: Iterable[Entry]) -> None:

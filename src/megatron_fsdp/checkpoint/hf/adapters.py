@@ -64,14 +64,9 @@ def save_adapter(
         CheckpointError: It cannot be saved; on every rank, and nothing is left of it.
         ConfigurationError: The model has no such adapter.
     """
-    module, folder = _peft_model(model, adapter_name), Path(folder)
+    module, folder = peft_model(model, adapter_name), Path(folder)
 
-    def choose() -> tuple[list[LiveTensor], dict[str, FileTensor]]:
-        live = _all_live(module)
-        described = _adapter_tensors(module, live, adapter_name, save_embedding_layers)
-        wanted = {name for tensor in described.values() for name in tensor.names}
-        return [tensor for tensor in live if tensor.name in wanted], described
-
+    choose = partial(adapter_files, module, adapter_name, save_embedding_layers)
     live, described = together(f"preparing to save {folder}", choose, group)
     write_config = partial(_write_config, module, adapter_name)
     save_files(live, lambda _: described, Cut(_ONE_FILE, ADAPTER_FILE), folder, write_config, group)
@@ -102,7 +97,7 @@ def load_adapter(
         CheckpointError: As of `load_hf`, or the stored adapter has another config.
         ConfigurationError: The model has no such adapter.
     """
-    module, folder = _peft_model(model, adapter_name), Path(folder)
+    module, folder = peft_model(model, adapter_name), Path(folder)
     own = module.peft_config[adapter_name]
 
     def open_adapter() -> WeightFiles:
@@ -126,6 +121,16 @@ def load_adapter(
         return Match(nn.Module(), [tensor for tensor in live if tensor.name in wanted], stored)
 
     return load_matched(model, together(f"matching {folder} with the model", match, group), files, strict, group)
+
+
+def adapter_files(
+    module: Any, adapter_name: str, save_embedding_layers: bool = False
+) -> tuple[list[LiveTensor], dict[str, FileTensor]]:
+    """Return the live tensors of an adapter, and the file tensors that peft stores of them, by key in the file."""
+    live = _all_live(module)
+    described = _adapter_tensors(module, live, adapter_name, save_embedding_layers)
+    wanted = {name for tensor in described.values() for name in tensor.names}
+    return [tensor for tensor in live if tensor.name in wanted], described
 
 
 def _adapter_tensors(
@@ -153,7 +158,8 @@ def _all_live(module: nn.Module) -> list[LiveTensor]:
     ]
 
 
-def _peft_model(model: nn.Module, adapter_name: str) -> Any:
+def peft_model(model: nn.Module, adapter_name: str) -> Any:
+    """Return the peft model inside of wrappers; raise if it has no such adapter, or one that is not saved here."""
     module = unwrap(model)
     configs = getattr(module, "peft_config", None)
     if configs and not hasattr(module, "get_base_model"):

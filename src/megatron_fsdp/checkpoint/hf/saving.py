@@ -89,7 +89,7 @@ def save_hf(
     folder = Path(folder)
     same = {"max_shard_bytes": str(max_shard_bytes), "dtype": str(dtype)}
     together(f"preparing to save {folder}", lambda: None, group, same)
-    live = _saved(module)
+    live = saved_tensors(module)
     dtypes = {dtype or tensor.dtype for tensor in live if tensor.dtype.is_floating_point}
 
     def write_the_rest(temporary: Path) -> None:
@@ -103,7 +103,7 @@ def save_hf(
     save_files(live, lambda shapes: file_tensors(module, shapes), cut, folder, write_the_rest, group)
 
 
-def _saved(module: nn.Module) -> list[LiveTensor]:
+def saved_tensors(module: nn.Module) -> list[LiveTensor]:
     """List the tensors that a model stores; transformers leaves some out."""
     ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
     return [tensor for tensor in live_tensors(module) if tensor.name not in ignored]
@@ -363,7 +363,7 @@ def _stored_keys(source: CheckpointFolder, model: nn.Module) -> dict[str, str]:
     below = [key.removeprefix(section) for key in source.tensors if key.startswith(section)]
     stored = {name: section + key for name, key in unwrapped(below, known.__contains__)[0].items()}
     kind, found, missing = type(model).__name__, {}, []
-    for tensor in _saved(model):
+    for tensor in saved_tensors(model):
         keys = [stored[alias] for alias in tensor.aliases if alias in stored]
         if not keys:
             missing.append(tensor.name)

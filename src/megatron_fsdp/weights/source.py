@@ -1,0 +1,381 @@
+"""A source of a model's weights for inference engines, which reads them while training goes on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_fsdp.checkpoint.hf.live import KeyMapping, engines_of, unwrap
+from megatron_fsdp.comm.agreement import Groups, all_agree, device_over, gather_over, over, raise_together, rank_of
+from megatron_fsdp.comm.axis import all_gather_flat
+from megatron_fsdp.comm.streams import SideStream, default_device
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.group_plan import local_part
+from megatron_fsdp.engine.observer import Phase
+from megatron_fsdp.errors import ConfigurationError, RankError, ScheduleError
+from megatron_fsdp.sharding.units import ROOT_UNIT
+from megatron_fsdp.state.full_tensors import check_between_steps, check_bucket_bytes, open_pass
+from megatron_fsdp.weights.gathering import gather_bucket
+from megatron_fsdp.weights.plan import (
+    Choice,
+    Dtypes,
+    ParamMeta,
+    Pending,
+    Plan,
+    Source,
+    Wire,
+    complete,
+    layerwise_groups,
+    make_plan,
+)
+from megatron_fsdp.wrap.in_place import engine_of_module, unit_of
+
+Named = tuple[str, torch.Tensor | None]
+
+
+class _State(IntEnum):
+    """The state of a pass on one rank, which ranks exchange before each bucket and at the end."""
+
+    GOES_ON = 0
+    ENDED = 1
+    STOPPED = 2
+    FAILED = 3
+
+
+# Note [When a bucket is gathered]
+#
+# A caller sends tensors to an engine, over another group and maybe in a stream of its own, between two of ours; other
+# ranks only iterate. Gathers that were still under way then would wait for sends that wait for them: the deadlock that
+# trainers meet most. So a bucket is gathered on a stream of its own and the host waits for it, before its first tensor
+# is yielded; no stream context stays open across a yield; and before each bucket ranks exchange an integer each, so
+# that one which has failed or stopped is named instead of waited for.
+
+
+class WeightSource:
+    """Whole tensors of a model, named and shaped as engines load them; has vLLM's interface of that name.
+
+    Every rank of the model makes one and iterates over it in lockstep. Iterating begins a pass over the weights as they
+    are then; until it is exhausted, closed or deleted, forwards, backwards, steps, syncs, saves, loads and further
+    passes raise a ScheduleError. A tensor is a copy that stays as it is.
+
+    Args:
+        model: Sharded by this library or by torch, or plain; wrappers and compiled modules are seen through.
+        dtype: Of floating-point tensors on the wire; None: of main weights; or by regular expressions on names, and
+            bfloat16 for the rest.
+        names: "hf": of Hugging Face checkpoints; "model": canonical names, nothing split; or a function, or regular
+            expressions with replacements, applied to the "hf" names.
+        tied: "once": under the name that files have; "all": under each name.
+        experts: "split": a tensor per expert and projection, as in files; "fused": as the model has them.
+        include: A regular expression or a function of a name; the rest is left out.
+        buffers: Send persistent buffers, too.
+        values: "main": main weights; "computed": as a forward sees them, rounded by the compute dtype or weight format.
+        bucket_bytes: The most that is held beside the model while no more than the latest tensor is kept; a tensor of
+            more than half of it is held together with the bucket before it.
+        destination: "all"; a rank of `group`, which alone gets tensors, the others None; "spread": each layer goes to
+            one rank. Tensors that this library has not sharded are gathered on all ranks nevertheless.
+        device: Of the tensors; None: the model's.
+        group: The ranks that hold the model; None: those that it is sharded over, else all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dtype: Dtypes = torch.bfloat16,
+        names: str | KeyMapping = "hf",
+        tied: str = "once",
+        experts: str = "split",
+        include: str | Callable[[str], bool] | None = None,
+        buffers: bool = False,
+        values: str = "main",
+        bucket_bytes: int = 2**28,
+        destination: int | str = "all",
+        device: torch.device | str | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(f"model is a {type(model).__name__}; give an nn.Module, sharded or not")
+        self._model, self._group = model, group
+        self._choice = Choice(dtype, names, tied, experts, include, buffers, values, bucket_bytes)
+        self._destination = destination
+        self._device = None if device is None else torch.device(device)
+        self._engines = _engines_of(model)
+        self._plan: Plan | None = None
+        self._planned_for: tuple[int, ...] = ()
+        self._side: SideStream | None = None
+        self._open = ""  # the pass that is open, where there is no engine to know of it
+        self._is_last = False  # the last tensor of the open pass was yielded
+        self._counted = 0  # passes before which the weights of a model without an engine had changed
+        self._seen = self._versions()
+        self._first_version = 0
+
+    # ---- what there is -----------------------------------------------------------------------------------------------
+
+    def metadata(self) -> list[ParamMeta]:
+        """List name, dtype and whole shape of every tensor, in the order of a pass; moves none of them.
+
+        Collective where it is the first call, or the model's parameters are others than before.
+
+        Raises:
+            ConfigurationError: The model or the arguments do not fit, or ranks differ in them; the same on every rank.
+        """
+        return self._planned().metas
+
+    def _planned(self) -> Plan:
+        if self._plan is None or self._planned_for != self._parameter_ids():
+            self._engines = _engines_of(self._model)
+            with all_agree("planning the weights to send", self._groups) as facts:
+                self._check_arguments()
+                made = make_plan(unwrap(self._model), self._choice, self._groups, self._receivers())
+                digest = hashlib.sha256(repr([(*vars(meta).values(),) for meta in made.metas]).encode()).hexdigest()
+                told = {"bucket_bytes": self._choice.bucket_bytes, "destination": self._destination}
+                facts |= {name: str(value) for name, value in told.items()} | {"names, dtypes and shapes": digest}
+            self._plan, self._planned_for = made, self._parameter_ids()
+        return self._plan
+
+    def _parameter_ids(self) -> tuple[int, ...]:
+        return tuple(map(id, self._model.parameters()))
+
+    @property
+    def _groups(self) -> Groups:
+        """Groups that together reach all ranks of the model."""
+        if self._group is not None or len(self._engines) != 1:
+            return over(self._group)
+        return self._engines[0].reaching_all
+
+    def _check_arguments(self) -> None:
+        choice, allowed = self._choice, {"tied": "once all", "experts": "split fused", "values": "main computed"}
+        if isinstance(choice.names, str):
+            allowed["names"] = "hf model"
+        for name, words in allowed.items():
+            if getattr(choice, name) not in words.split():
+                given, known = getattr(choice, name), " or ".join(map(repr, words.split()))
+                raise ConfigurationError(f"{name}={given!r} is unknown; give {known}")
+        check_bucket_bytes(choice.bucket_bytes)
+        for dtype in choice.dtype.values() if isinstance(choice.dtype, Mapping) else [choice.dtype]:
+            if dtype is not None and not getattr(dtype, "is_floating_point", False):
+                raise ConfigurationError(
+                    f"dtype={choice.dtype!r} is no floating-point torch.dtype; give one, None, or a mapping from "
+                    "regular expressions to such"
+                )
+
+    def _receivers(self) -> list[int] | None:
+        """Return the global ranks that the tensors are shared out to; None: every rank gets all."""
+        if self._destination == "all":
+            return None
+        ranks = sorted(gather_over(self._groups or (None,), rank_of()))
+        if self._group is not None:
+            ranks = dist.get_process_group_ranks(self._group)
+        if self._destination == "spread":
+            return ranks
+        if type(self._destination) is not int or not 0 <= self._destination < len(ranks):
+            raise ConfigurationError(
+                f'destination={self._destination!r} is no rank of the group; give 0 to {len(ranks) - 1}, "all" or '
+                '"spread"'
+            )
+        return [ranks[self._destination]]
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors in a pass."""
+        return len(self.metadata())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors on the wire."""
+        return sum(meta.nbytes for meta in self.metadata())
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor on the wire."""
+        return max(meta.nbytes for meta in self.metadata())
+
+    def update_info(self) -> dict[str, Any]:
+        """Return names, dtype names and shapes, as vLLM and sglang take them."""
+        metas = self.metadata()
+        return {
+            "names": [meta.name for meta in metas],
+            "dtype_names": [str(meta.dtype).removeprefix("torch.") for meta in metas],
+            "shapes": [list(meta.shape) for meta in metas],
+        }
+
+    def held_names(self) -> Collection[str] | None:
+        """Return the names of the tensors that this rank gets; None: all."""
+        if self._destination == "all":
+            return None
+        return {name for name, rank in self._planned().holders.items() if rank == rank_of()}
+
+    def groups(self) -> list[list[str]]:
+        """Group the names by layer, without groups of which this rank gets nothing."""
+        held, found = self.held_names(), layerwise_groups(meta.name for meta in self.metadata())
+        return [group for group in found if held is None or any(name in held for name in group)]
+
+    def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
+        """Iterate over the names and tensors of one layer after another, as far as this rank gets them; a pass."""
+        layers = layerwise_groups(meta.name for meta in self.metadata())
+        left = {name: len(layer) for layer in layers for name in layer[-1:]}
+        names, found = list[str](), list[torch.Tensor]()
+        for name, tensor in self:
+            if tensor is not None:
+                names.append(name)
+                found.append(tensor)
+            del tensor
+            if name in left and names:
+                yield names, found
+                names, found = [], []
+
+    # ---- versions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The number of changes of the weights: by steps, loads and write-backs, and by others' writes.
+
+        Without an engine of this library: the number of passes before which they had changed.
+        """
+        engines = sum(engine.weights_version for engine in self._engines)
+        return self._first_version + engines + self._counted + (not self._engines and self._versions() != self._seen)
+
+    def _versions(self) -> int:
+        return sum(local_part(param)._version for param in self._model.parameters())
+
+    # ---- passes ------------------------------------------------------------------------------------------------------
+    #
+    # See Note [When a bucket is gathered].
+
+    def __iter__(self) -> Iterator[Named]:
+        """Begin a pass: iterate over names and whole tensors, None for those that this rank does not get. Collective.
+
+        Raises:
+            ScheduleError: Inside a forward or backward, or while another pass is open; weights were written to since.
+            RankError: Another rank failed, or stopped before the end.
+        """
+        return self._pass("a pass over weights", self._full)
+
+    def _pass(self, what: str, make: Callable[[Plan], Iterator[Any]]) -> Iterator[Any]:
+        """Iterate over what a pass makes of one version of the weights, and tell the others how it ended here."""
+        with ExitStack() as stack:
+            with all_agree(what, self._groups) as facts:
+                self._refuse(f"{what} was begun")
+                facts["version"] = str(self.version)
+                facts["plan"] = str(self._plan is not None and self._planned_for == self._parameter_ids())
+            plan = self._planned()
+            self._begin(stack, what)
+            is_told = False
+            try:
+                yield from make(plan)
+                is_told = True
+                self._meet(what, _State.ENDED)
+            except GeneratorExit:
+                with suppress(Exception):
+                    if not is_told:
+                        stopped = None if self._is_last else RankError("stopped iterating before the end")
+                        self._meet(what, _State.ENDED if self._is_last else _State.STOPPED, stopped)
+                raise
+            except BaseException as error:
+                if not is_told and not hasattr(error, "__agreed__"):
+                    self._meet(what, _State.FAILED, error)
+                raise
+
+    def _refuse(self, what: str) -> None:
+        for engine in self._engines:
+            check_between_steps(engine, what)
+        if self._open:
+            raise ScheduleError(f"{what} while {self._open} is open; exhaust the iterator or close() it first")
+
+    def _begin(self, stack: ExitStack, what: str) -> None:
+        for engine in self._engines:
+            engine.refresh_weights()
+            stack.enter_context(open_pass(engine, "WeightSource"))
+        self._open, self._is_last = what, False
+        stack.callback(setattr, self, "_open", "")
+        if not self._engines and self._seen != (versions := self._versions()):
+            self._seen, self._counted = versions, self._counted + 1
+        if self._side is None:
+            self._side = SideStream(self._engines[0].device if self._engines else _device_of(self._model))
+
+    def _meet(self, what: str, state: _State, error: BaseException | None = None) -> None:
+        """Exchange states, and raise on all ranks where some have failed, or stopped before others."""
+        states = set(self._exchange(state))
+        if _State.FAILED in states or (_State.STOPPED in states and len(states) > 1):
+            raise_together(error, what, self._groups)
+
+    def _exchange(self, value: int) -> list[int]:
+        """All-gather one integer."""
+        values = [int(value)]
+        groups = [group for group in self._groups or [dist.group.WORLD] if group is not None]
+        for group in groups if dist.is_initialized() else ():
+            sent = torch.tensor(values, dtype=torch.int64, device=device_over([group]))
+            received = sent.new_empty(len(values) * dist.get_world_size(group))
+            all_gather_flat(received, sent, group=group)
+            values = received.tolist()
+        return values
+
+    def _met(self, plan: Plan) -> Iterator[Sequence[Source]]:
+        """Iterate over the buckets, each once all ranks have come to it and none has written to weights since."""
+        versions = {id(source.tensor): _version(source) for bucket in plan.buckets for source in bucket}
+        for bucket in plan.buckets:
+            written = [source for source in bucket if _version(source) != versions[id(source.tensor)]]
+            error = None
+            if written:
+                error = ScheduleError(
+                    f"{written[0].names[0]} was written to while {self._open} is open, whose tensors would be of two "
+                    "versions; exhaust the iterator or close() it first"
+                )
+            self._meet(self._open, _State.GOES_ON if error is None else _State.FAILED, error)
+            yield bucket
+
+    def _full(self, plan: Plan) -> Iterator[Named]:
+        left, pending = len(plan.wires), Pending()
+        for bucket in self._met(plan):
+            for wire, tensor in self._completed(plan, bucket, pending):
+                left -= 1
+                self._is_last = not left
+                yield wire.meta.name, tensor
+                del tensor
+
+    def _completed(
+        self, plan: Plan, bucket: Sequence[Source], pending: Pending
+    ) -> Iterator[tuple[Wire, torch.Tensor | None]]:
+        """Gather a bucket, and iterate over the tensors of the wire that it completes."""
+        assert self._side is not None
+        with ExitStack() as stack:
+            for engine in self._engines:
+                stack.enter_context(engine.observers.during(Phase.WHOLE, ROOT_UNIT))
+            stack.enter_context(self._side.finished())
+            found = gather_bucket(bucket, plan, self._choice.values)
+        for tensor in (found or {}).values():
+            self._side.hand_over(tensor)
+        for wire, made in complete(plan, bucket, found, pending):
+            yield wire, made if made is None or self._device is None else made.to(self._device)
+            del made
+
+
+def _engines_of(model: nn.Module) -> list[Engine]:
+    """List the engines of a model, each once; raise where units were sharded and their engine is not made yet."""
+    found = {id(engine): engine for engine in engines_of(model)}
+    for module in model.modules():
+        engine = engine_of_module(module)
+        if engine is not None:
+            found[id(engine)] = engine
+        elif unit_of(module) is not None:
+            raise ScheduleError(
+                f"a {type(module).__name__} was sharded in place, and the engine of all units is not made yet; leave "
+                "the fully_shard context, or run a forward, first"
+            )
+    return list(found.values())
+
+
+def _version(source: Source) -> int:
+    return local_part(source.tensor)._version
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return default_device() if first is None else first.device
