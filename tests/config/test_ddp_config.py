@@ -223,35 +223,6 @@ def test_a_checked_copy_is_in_stored_form_and_leaves_the_original_alone() -> Non
     assert config.bucket_size is None
 
 
-UNKNOWN = "' was set on a DistributedDataParallelConfig and is no field of it; did you mean 'bucket_size'?"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("bucket_size", 2.0, "=2.0 is not a positive whole number; give 1 or more."),
-        ("num_buckets", 2, "=2 and bucket_size=7 both cut gradients into buckets; give only one of them."),
-        ("bucket_sise", 2, UNKNOWN),
-    ],
-)
-def test_a_checked_copy_refuses_what_was_set_wrongly(name: str, value: Any, message: str) -> None:
-    config = DistributedDataParallelConfig(bucket_size=7)
-    setattr(config, name, value)
-    with pytest.raises(ConfigurationError) as caught:
-        config.checked_copy()
-    assert str(caught.value).removeprefix("'") == name + message
-
-
-def test_a_checked_copy_of_a_subclass_is_one_too() -> None:
-    @dataclasses.dataclass
-    class Mine(DistributedDataParallelConfig):
-        label: str = ""
-
-    mine = Mine(bucket_size=3, label="mine")
-    assert type(mine.checked_copy()) is Mine
-    assert mine.checked_copy() == mine
-
-
 PERSIST = "db_use_persist_buf_on_alloc_fail"
 
 

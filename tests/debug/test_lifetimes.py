@@ -14,18 +14,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.comm.streams import HostCommStream, HostWork
 from megatron_fsdp.config.switches import resolve_check_lifetimes
-from megatron_fsdp.debug.lifetimes import AT_REST, LEGAL, BorrowedMemory, Event, State, next_state
+from megatron_fsdp.debug.lifetimes import LEGAL, BorrowedMemory, Event, State, next_state
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.gradients import GradientBuffers
 from megatron_fsdp.engine.memory import Block, BucketPool, WeightMemory
 from megatron_fsdp.engine.schedule import Action, Operation, Scheduler
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.errors import ConfigurationError, LifetimeError, ScheduleError
+from megatron_fsdp.errors import ConfigurationError, LifetimeError
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid
 from tests.support.case import DdpSetting, Recording, Run, Scenario, Setting, ddp, outcome_of
@@ -130,76 +130,7 @@ def test_exceptions_and_resets(run_ranks: RunRanks) -> None:
     assert_same(run_ranks(2, outcomes, "failing", _PLAIN, (), fail_and_go_on))
 
 
-def _inside(model: Any, x: Tensor) -> None:
-    handle = model.module.floors[2].register_forward_hook(lambda *_: model.check_lifetimes())
-    try:
-        tower_loss(model, x)
-    finally:
-        handle.remove()
-
-
-@on_ranks(2)
-def test_off_until_asked_for_and_then_once() -> None:
-    with fixed_seed(0):
-        module = Tower()
-    model, optimizer = fully_shard(module, adam(module), fsdp_unit_modules=[Floor])
-    assert not engine_of(model).observers
-    x = torch.ones(2, TOWER_FEATURES)
-    with pytest.raises(ScheduleError, match="call it between steps"):
-        _inside(model, x)
-    model.reset()
-    tower_loss(model, x).backward()
-    model.check_lifetimes()
-    first = engine_of(model).observers.watching
-    model.check_lifetimes()
-    assert engine_of(model).observers.watching == first
-    tower_loss(model, x).backward()
-    optimizer.step()
-
-
-def on_device(is_disturbed: bool) -> list[Tensor]:
-    """Losses and weights of three steps on this rank's GPU: alone, or checked and delayed."""
-    with fixed_seed(0):
-        module = Tower().cuda()
-    model, optimizer = fully_shard(module, adam(module), fsdp_unit_modules=[Floor])
-    found = []
-    with contextlib.ExitStack() as stack:
-        if is_disturbed:
-            model.check_lifetimes()
-            stack.enter_context(inject_delays(model, 1, UP_TO_S))
-        for _ in range(3):
-            loss = tower_loss(model, torch.ones(2, TOWER_FEATURES, device="cuda"))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found += [loss.detach().cpu(), *(weight.cpu() for weight in model.full_parameters().values())]
-    return found
-
-
-@pytest.mark.gpu
-def test_gpus(run_ranks: RunRanks) -> None:
-    count = min(4, torch.cuda.device_count())
-    both = (run_ranks(count, on_device, is_disturbed, device_type="cuda") for is_disturbed in (False, True))
-    for alone, disturbed in zip(*both, strict=True):
-        assert all(map(torch.equal, alone, disturbed))
-
-
 # ---- the table of states ---------------------------------------------------------------------------------------------
-
-
-_LIVES = {
-    BorrowedMemory.WEIGHTS: [Event.GATHER, Event.ARRIVE, Event.COMPUTE, Event.COMPUTE, Event.RELEASE],
-    BorrowedMemory.BUCKET: [Event.LEND, Event.FILL, Event.FILL, Event.REDUCE, Event.GIVE_BACK],
-    BorrowedMemory.SCRATCH: [Event.LEND, Event.GIVE_BACK],
-}
-
-
-@pytest.mark.parametrize("memory", BorrowedMemory)
-def test_an_ordinary_life_ends_where_it_began(memory: BorrowedMemory) -> None:
-    state = AT_REST[memory]
-    for event in _LIVES[memory] * 2:
-        state = next_state(memory, state, event, "u")
-    assert state is AT_REST[memory]
 
 
 def test_everything_else_raises_with_names() -> None:

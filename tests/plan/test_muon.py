@@ -5,14 +5,11 @@ import torch
 from torch import nn
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optim.optimizer import count_kinds, kinds_of, route_line
+from megatron_fsdp.optim.optimizer import count_kinds, kinds_of
 from megatron_fsdp.plan import plan
 from megatron_fsdp.plan.machine import find_machine
 from megatron_fsdp.plan.models import PRESETS
 from megatron_fsdp.plan.muon import muon_matrices, muon_work
-from megatron_fsdp.train.models.decoder import Decoder, ModelShape
-from megatron_fsdp.train.models.trained import build_optimizer
-from megatron_fsdp.train.options import OptimizerOptions
 from tools.pages import BALANCED_RANKS, balance_rows
 
 
@@ -35,27 +32,6 @@ class Words(nn.Module):
 def test_embeddings_head_norms_and_biases_are_left_to_the_other_optimizer() -> None:
     with torch.device("meta"):
         assert muon_matrices(Words()) == {"middle.weight": (4, 4), "stack": (3, 4, 2)}
-
-
-GPT = {"normalization": "LayerNorm", "is_gated": False, "normalizes_query_key": False, "has_bias": True}
-
-
-@pytest.mark.parametrize(
-    ("shape", "matrices"),
-    [
-        (ModelShape(50_257, 24, 2048, 16, 8192, learned_positions=2048, **GPT), 96),  # GPT-3 1.3B
-        (ModelShape(256, 2, 64, 2, 256, learned_positions=64, **GPT), 8),  # widths of context and vocabulary
-        (ModelShape(192, 1, 64, 2, 256, learned_positions=192, ties_embeddings=True, **GPT), 4),  # a block alone
-    ],
-)
-def test_a_width_that_equals_context_or_vocabulary_makes_no_head(shape: ModelShape, matrices: int) -> None:
-    with torch.device("meta"):
-        model = Decoder(shape)
-    assert len(muon_matrices(model)) == matrices
-    muon, adamw = build_optimizer(model, OptimizerOptions(optimizer="muon", lr=1e-3)).optimizers  # type: ignore[attr-defined]
-    assert route_line(muon, model).endswith(f"(matrices {matrices})")
-    wanted = "embeddings 2" if shape.ties_embeddings else "embeddings 2, head 1"
-    assert wanted in route_line(adamw, model)
 
 
 def test_heads_of_transformers_are_those_that_models_name() -> None:

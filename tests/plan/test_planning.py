@@ -189,19 +189,6 @@ def test_what_cannot_be_is_refused_in_words(arguments: dict[str, object], words:
         plan("llama-3.2-1b" if "inputs" not in given else _tower(), **given)  # type: ignore[arg-type]
 
 
-def test_heads_with_a_label_for_each_row_are_planned() -> None:
-    small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    given = {**small, "model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}
-    for own in ({}, {"num_labels": 1}, {"num_labels": 4, "problem_type": "multi_label_classification"}):
-        found = plan({**given, "pad_token_id": 0, **own}, 2, micro_batch=2, sequence_length=8)
-        assert found.workload.inputs["labels"].shape[0] == 2
-    with pytest.raises(ConfigurationError, match=r"cannot be run.*no pad_token_id, .* takes one row .*; set it$"):
-        plan(given, 2, micro_batch=2, sequence_length=8)
-    bert = {**small, "model_type": "bert", "architectures": ["BertForSequenceClassification"]}
-    with pytest.raises(ConfigurationError, match=r"made for 512 tokens, and the sequences have 1,024$"):
-        plan(bert, 2, sequence_length=1024)
-
-
 def test_parameters_without_gradients_have_no_state() -> None:
     with torch.device("meta"):
         model = Tower(hidden=(32, 32)).to(BF16)

@@ -1,35 +1,19 @@
 """Work that the first rank of each machine does: all wait for it, and all hear of what went wrong."""
 
 import os
-import signal
-import socket
-import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train import ranks
 from megatron_fsdp.train.failures import OutOfMemoryError
 from megatron_fsdp.train.ranks import Rank, is_first_here, restarts_so_far, work_on_machines
 from tests.conftest import RunRanks
-from tests.support.forked_programs import Program, children_of
 from tests.support.on_ranks import on_ranks
 from tests.support.train_program import (
-    LIMIT_S,
-    OPTIONS,
-    by_step,
-    differences,
-    environment,
-    run,
     this_rank,
-    wait_for,
-    write_text,
 )
 
 
@@ -85,87 +69,6 @@ def test_ranks_agree_on_restarts_where_an_agent_came_back_and_counts_anew() -> N
 
 
 # ---- two hosts on one machine: two loopback addresses ---------------------------------------------------------------
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def _agent(argv: Sequence[str]) -> int:
-    """Torchrun's agent, with two ranks of the trainer, at an address; the first host has the store."""
-    address, store, *options = argv
-    is_host = address == store.partition(":")[0]
-    config = LaunchConfig(
-        min_nodes=2,
-        max_nodes=2,
-        nproc_per_node=2,
-        run_id="two-hosts",
-        rdzv_backend="c10d",
-        rdzv_endpoint=store,
-        rdzv_configs={"is_host": is_host, "keep_alive_interval": 1, "last_call_timeout": 1},
-        local_addr=address,
-        max_restarts=3,
-        monitor_interval=0.1,
-        start_method="fork",
-    )
-    elastic_launch(config, _rank)(*options)
-    return 0
-
-
-def _rank(*options: str) -> None:
-    """One rank; leaves word of the ranks that it shards with beside the results."""
-    from megatron_fsdp.train import run_job
-    from megatron_fsdp.train.program import run_rank
-
-    module: Any = run_job
-    build = module.build
-
-    def noting(*args: Any) -> Any:
-        trained = build(*args)
-        mesh = next(trained.model.parameters()).device_mesh.mesh.tolist()
-        Path(options[options.index("--out") + 1], f"mesh{os.environ['RANK']}.txt").write_text(str(mesh))
-        return trained
-
-    module.build = noting
-    if code := run_rank(options):
-        sys.exit(code)
-
-
-STEPS = 60
-NUMBERS = ("loss", "grad_norm", "samples", "data_checksum")
-GONE_S = 8.0  # the others notice after three missed signs of life, a second each
-LAST = f"iter_{STEPS:07}"
-
-
-@pytest.mark.full
-@pytest.mark.skipif(sys.platform != "linux", reason="has a second loopback address on Linux alone")
-def test_a_host_that_is_lost_and_comes_back(tmp_path: Path) -> None:
-    text = str(write_text(tmp_path / "text.txt"))
-    same: tuple[str, ...] = ("--data-path", text, "--train-iters", str(STEPS), "--save-interval", "5")
-    same = (*same, "--num-distributed-optimizer-instances", "2", "--micro-batch-size", "1")
-    alone, out, saved = tmp_path / "alone", tmp_path / "out", tmp_path / "saved"
-    run(*same, "--nproc", "4", "--save", str(alone / "saved"), "--out", str(alone))
-    store = f"127.0.0.1:{_free_port()}"
-    options = (*OPTIONS, *same, "--save", str(saved), "--out", str(out))
-
-    def start(address: str) -> Program:
-        # Without it an agent that comes back waits for an address that the agent which stayed has told only once.
-        return Program(_agent, [address, store, *options], environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
-
-    agent, lost = start("127.0.0.1"), start("127.0.0.2")
-    wait_for(lambda: (saved / "iter_0000010").exists(), agent)
-    meshes = {(out / f"mesh{rank}.txt").read_text() for rank in range(4)}
-    for pid in (lost.pid, *children_of(lost.pid)):  # a host that loses its power
-        os.kill(pid, signal.SIGKILL)
-    time.sleep(GONE_S)
-    back = start("127.0.0.2")
-    ended = [program.communicate(timeout=LIMIT_S) for program in (agent, back)]
-    assert (agent.returncode, back.returncode) == (0, 0), [errors[-3000:] for _, errors in ended]
-    assert meshes == {"[[0, 1], [2, 3]]"}  # inner groups are rows: those of one host
-    assert list(by_step(out, "loss")) == list(range(1, STEPS + 1))
-    assert by_step(out, *NUMBERS) == by_step(alone, *NUMBERS)
-    assert differences(saved / LAST, alone / "saved" / LAST) == []
 
 
 def test_without_torchrun_all_ranks_are_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,35 +48,6 @@ def rows_of(job: Job) -> list[tuple[str, str]]:
     return header_rows(job, rank, data, Path("runs/x"), speed)
 
 
-def test_header_says_what_was_given_by_whom_and_what_became_of_it(tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text("lr: 0.25\nqk_layernorm: false\n")
-    job = job_of("--config", str(config), "--train-iters", "20", "--no-overlap-grad-reduce", "--use-sharp")
-    rows = [row for row in rows_of(job) if row[0] != "note"]
-    name, preset = rows.pop(9)
-    assert rows == [
-        ("engine", "megatron_fsdp, optim_grads_params"),
-        ("ranks", "2 on cpu"),
-        ("batch", "global 8 = 2 ranks x 1 microbatch x 4"),
-        ("dtypes", "compute float32, main weights float32, main gradients float32, gradient communication float32"),
-        ("text", "source of the Python standard library"),
-        ("tokens", "1,000 to train on, 100 held out"),
-        ("steps", "20 of 512 tokens and 0.000409 TFLOP"),
-        ("peak", "0.2 TFLOP/s per rank"),
-        ("results", "runs/x"),
-        ("options", f"--no-qk-layernorm --lr 0.25 (config {config})"),
-        ("options", "--train-iters 20 --no-overlap-grad-reduce (command line)"),
-    ]
-    assert name == "options"
-    assert preset.endswith("(preset tiny)")
-    assert "--num-layers 2 --hidden-size 64" in preset
-    assert "--min-lr 0.0003 " in preset
-    assert "--train-iters" not in preset  # the command line won
-    notes = [note for kind, note in rows_of(job) if kind == "note"]
-    assert tuple(notes) == job.notes
-    assert notes[0] == "without effect here: --use-sharp"
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

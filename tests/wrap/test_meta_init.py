@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.wrap.meta_init import own_part, uninitialized_parameter, uninitialized_tensor
+from megatron_fsdp.wrap.meta_init import own_part, uninitialized_parameter
 from tests.conftest import RunRanks
 from tests.support.case import Scenario, Setting, check_strategies, three_steps
 from tests.support.counting import LiveBytes
@@ -498,36 +498,6 @@ def test_wrapping_takes_the_shards_and_what_one_method_has_to_see(
 
 
 # ---- tensors that wait for a value -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.float8_e4m3fn], ids=str)
-def test_floats_are_set_when_every_element_is(dtype: torch.dtype) -> None:
-    made = uninitialized_tensor(torch.empty(3, 2, dtype=dtype, device="meta"), CPU)
-    made.tensor[1:] = 0
-    assert made.is_unset
-    made.tensor.data[:1] = 0
-    assert not made.is_unset
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool], ids=str)
-def test_whole_numbers_are_set_when_they_were_written(dtype: torch.dtype) -> None:
-    for value in (0, 1):
-        made = uninitialized_tensor(torch.empty(3, dtype=dtype, device="meta"), CPU)
-        assert made.is_unset
-        made.tensor.fill_(value)
-        assert not made.is_unset
-
-
-def test_a_parameter_keeps_what_it_has_and_an_empty_tensor_needs_no_value() -> None:
-    like = nn.Parameter(torch.empty(2, dtype=torch.float64, device="meta"), requires_grad=False)
-    like.mark = "kept"
-    made = uninitialized_parameter(like, CPU)
-    param = made.tensor
-    assert isinstance(param, nn.Parameter)
-    assert (param.shape, param.dtype, param.requires_grad, param.device) == ((2,), torch.float64, False, CPU)
-    assert param.mark == "kept"
-    assert made.is_unset
-    assert not uninitialized_tensor(torch.empty(0, 3, device="meta"), CPU).is_unset
 
 
 @on_ranks(2)

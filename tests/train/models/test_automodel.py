@@ -7,21 +7,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import TrainingOptions
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks
 from tests.train.models.runs import (
-    DECODER,
     IDS,
     LLAMA,
     MIXTRAL,
     initial_weights,
     job_of,
     plain_model,
-    prepare,
     refusal_of_building,
 )
 
@@ -99,18 +95,6 @@ def kept_and_gradients(options: TrainingOptions, start: dict[str, Any] = LLAMA) 
     return sum(kept), [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def test_the_first_layers_are_recomputed() -> None:
-    all_kept, gradients = kept_and_gradients(TrainingOptions())
-    one, two, three = (
-        kept_and_gradients(TrainingOptions(recompute_granularity="full", recompute_num_layers=layers))
-        for layers in (1, 2, None)
-    )
-    assert all_kept > one[0] > two[0] > three[0]
-    assert two[0] < 0.7 * all_kept
-    for _, recomputed in (one, two, three):
-        assert all(torch.equal(mine, plain) for mine, plain in zip(recomputed, gradients, strict=True))
-
-
 @pytest.mark.parametrize(
     ("words", "start"), [(("mlp",), LLAMA), (("layernorm", "mlp"), LLAMA), (("moe", "shared_experts"), MIXTRAL)]
 )
@@ -123,18 +107,3 @@ def test_parts_of_layers_are_recomputed(words: Any, start: dict[str, Any]) -> No
     other = TrainingOptions(recompute_granularity="selective", recompute_modules=("shared_experts",))
     with pytest.raises(ConfigurationError, match=r"--recompute-modules shared_experts: the layers of .* have no such"):
         kept_and_gradients(other, start)
-
-
-@pytest.mark.full(short=["model0"])
-@pytest.mark.parametrize("model", [DECODER, LLAMA])
-@on_ranks(2)
-def test_weights_stay_gathered_only_where_told(model: dict[str, Any]) -> None:
-    """After a forward that a backward follows."""
-    for told in ({}, {"torch_fsdp2_no_reshard_after_forward": True}):
-        run = prepare({**model, **FSDP2, **told})
-        (first, *_) = run.feed.batches(0)
-        sharded = run.trained.model
-        _ = run.trained.accumulate([first], [first.weights])  # a backward first: FSDP2 sets itself up lazily
-        _output = sharded(first.inputs)
-        block = next(part for name, part in sharded.named_modules() if name.endswith(("blocks.0", "layers.0")))
-        assert any(isinstance(parameter, DTensor) for parameter in block.parameters()) == (not told)

@@ -95,16 +95,6 @@ def test_the_same_is_dropped_on_any_ranks(
             torch.testing.assert_close(found.weights[name], value, rtol=0, atol=2e-5)
 
 
-def test_microbatches_drop_differently(values: dict[str, Any]) -> None:
-    feeds = [some_feed(job_of(values, 2), index) for index in range(2)]
-    seeds = [batch.dropout_seed for step in range(2) for feed in feeds for batch in feed.batches(step * 7)]
-    assert len(set(seeds)) == len(seeds) == 8
-    (alone,) = {tuple(b.dropout_seed for b in some_feed(job_of(values, 1), 0).batches(first)) for first in (7,)}
-    assert sorted(alone) == sorted(seeds[4:])
-    other = some_feed(job_of({**values, "seed": 5}, 1), 0).batches(0)
-    assert not {batch.dropout_seed for batch in other} & set(seeds)
-
-
 @pytest.mark.full
 def test_a_run_that_goes_on_with_other_ranks_drops_what_it_would_have(
     run_ranks: RunRanks, values: dict[str, Any], tmp_path: Path

@@ -12,12 +12,9 @@ from torch.nn import functional
 
 from megatron_fsdp.checkpoint.convert.convert import Steps, convert
 from megatron_fsdp.checkpoint.convert.plan import ConvertOptions
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints
 from megatron_fsdp.train.loop import train
-from megatron_fsdp.train.models.build import model_shape
-from megatron_fsdp.train.models.megatron_checkpoint import rearranged
 from tests.conftest import RunRanks
 from tests.support.on_ranks import on_ranks, refusal
 from tests.support.torch_dist import (
@@ -27,12 +24,10 @@ from tests.support.torch_dist import (
     Truth,
     WriteOptions,
     make_truth,
-    parameter_shapes,
     write_torch_dist,
 )
 from tests.train.models.runs import (
     DECODER,
-    IDS,
     NoCheckpoints,
     Results,
     Silent,
@@ -235,18 +230,3 @@ def test_what_is_not_converted_yet_is_refused_with_the_command(tmp_path: Path) -
         f"{source} is a torch_dist checkpoint of Megatron's: convert it (mfsdp checkpoint convert {source} FOLDER) and "
         "load that folder"
     )
-
-
-def test_every_stored_row_of_a_parameter_is_taken_once(tmp_path: Path) -> None:
-    truth = truth_of(GATED)
-    folder = CheckpointFolder(Path(converted(tmp_path, truth)) / f"iter_{STEP:07}")
-    found = rearranged(folder, model_shape(job_of(LLAMA_STYLE, 1).options.model, IDS))
-    parts = [part for parts in found.values() for part in parts if part.source.lengths]
-    taken = sorted((part.key, part.source.offsets[0], part.source.lengths[0]) for part in parts)
-    for key, entry in folder.tensors.items():
-        mine = [(first, count) for other, first, count in taken if other == key]
-        if entry.shape:
-            ends = [0, *(first + count for first, count in mine)]
-            assert [first for first, _ in mine] == ends[:-1]
-            assert ends[-1] == entry.shape[0]
-    assert len(parameter_shapes(GATED)) == sum(key.startswith("model.") for key in found)
