@@ -252,7 +252,12 @@ def test_modules_inside_of_modules() -> None:
     assert [is_submodule(net, net), is_submodule(net, net, strict=False)] == [False, True]
 
 
-def test_states_of_random_numbers_go_on_where_their_block_ended() -> None:
+def test_states_of_random_numbers_go_on_where_their_block_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_a_build_for_cuda(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    if not torch.accelerator.is_available():
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", of_a_build_for_cuda)
     initialize_rng_tracker(force_reset=True)
     tracker = get_cuda_rng_tracker()
     assert get_cuda_rng_tracker() is tracker

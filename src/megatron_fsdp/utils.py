@@ -158,7 +158,7 @@ class RNGTracker:
         """
         if name not in self._states:
             raise ConfigurationError(f"the tracker has no state {name!r}; call add({name!r}, seed) first")
-        device = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator(check_available=True)
         module: Any = torch.get_device_module(device) if device is not None else torch
         before = module.get_rng_state()
         module.set_rng_state(self._states[name])
@@ -170,7 +170,7 @@ class RNGTracker:
 
 
 def _random() -> torch.Generator:
-    return torch.Generator(torch.accelerator.current_accelerator() or "cpu")
+    return torch.Generator(torch.accelerator.current_accelerator(check_available=True) or "cpu")
 
 
 _tracker: RNGTracker | None = None

@@ -32,6 +32,11 @@ def small_config(folder: Path) -> str:
     return str(folder)
 
 
+def unfolded(text: str) -> str:
+    """Return a text as one line, however it was folded."""
+    return " ".join(text.replace(" \\\n", " ").split())
+
+
 def test_json_says_what_the_tables_say(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     args = ["plan", small_config(tmp_path), "--ranks", "4", "--strategy", "3", "--sequence-length", "128"]
     assert main([*args, "--json"]) == 0
@@ -51,21 +56,22 @@ def test_json_says_what_the_tables_say(capsys: pytest.CaptureFixture[str], tmp_p
     assert told["setup"]["strategy"] == "optim_grads_params"
     assert told["flags"][:3] == ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"]
     assert main(args) == 0
-    text = capsys.readouterr().out
+    text = unfolded(capsys.readouterr().out)
     assert f"{params:,} parameters" in text
     assert "It fits" in text
-    assert "ranks     4: dp_shard 4" in text
+    assert "ranks 4: dp_shard 4" in text
 
 
 def test_auto_tries_everything_and_marks_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--recompute", "full"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    text = capsys.readouterr().out
+    lines = text.splitlines()
     marked = [line for line in lines if line.startswith("*")]
     tried = [line for line in lines if " full " in line and (line.startswith(("*", "   ")))]
     assert len(marked) == 1
     assert len(tried) == 6  # four flat strategies, two hybrid ones
     chosen = marked[0].split()[1]
-    assert f"--data-parallel-sharding-strategy {chosen}" in lines[-1]
+    assert f"--data-parallel-sharding-strategy {chosen}" in unfolded(text)
 
 
 def test_what_is_not_the_default_of_the_trainer_becomes_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,6 +149,15 @@ def test_the_trainers_models_are_planned(capsys: pytest.CaptureFixture[str]) -> 
     assert json.loads(capsys.readouterr().out)["workload"]["tokens_per_rank_and_microbatch"] == 30
 
 
+def test_lines_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", *SMALL, "--units"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.endswith(" \\") for line in lines[-3:]] == [True, True, False], "the flags stay one command"
+    assert any(line.split() == ["each", "each"] for line in lines), "titles take a line for each word"
+
+
 def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--list"]) == 0
     text = capsys.readouterr().out
@@ -208,7 +223,7 @@ def test_where_nothing_fits_the_advice_is_how_many_ranks_do(capsys: pytest.Captu
     machine += ["--machine-set", "host_memory_bytes=1"]
     args = ["plan", small_config(tmp_path), "--sequence-length", "16", *machine]
     assert main([*args, "--ranks", "2"]) == 1
-    assert "use more ranks (about 8 with every rank holding a share)" in capsys.readouterr().out
+    assert "use more ranks (about 8 with every rank holding a share)" in unfolded(capsys.readouterr().out)
     assert main([*args, "--ranks", "8"]) == 0
 
 
@@ -341,7 +356,7 @@ def test_gradients_are_cast_where_they_are_offloaded(capsys: pytest.CaptureFixtu
 def test_the_shortage_of_the_host_stands_in_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", "llama-3-8b", "--ranks", "1", "--machine", "4090", "--recompute", "full"]
     assert main([*args, "--sequence-length", "512"]) == 1
-    text = capsys.readouterr().out
+    text = unfolded(capsys.readouterr().out)
     assert "rest there, and it has 64.0 GiB for each device; if yours has more, say so: --machine-set" in text
     assert "compute_weights on the host (offload=)" in text
     assert "let state rest on the host" not in text

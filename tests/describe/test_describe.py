@@ -45,18 +45,20 @@ wrapper MegatronFSDP, model Tower, rank 1, world_size 4, device cpu, strategy op
 unit_source given classes Floor, frozen_numel 0, numel 8,704
 axis name dp, role shard, size 4, position 1, ranks 0 to 3, backend gloo
 unit (root): Tower, 512 parameters
-  group parameters 2, numel 512, padding_numel 0, shard_numel 128, is_trainable, tensor_parallel 0, storage float32,
-        compute float32, gather float32, reduce float32, accumulate float32, main float32, optimizer_state float32,
-        compute_weight Shard, main_gradient Shard, main_weight Shard, compute_bytes 512 B, main_bytes 0 B,
-        gradient_bytes 512 B, padding_fraction 0.0000
+  group parameters 2, numel 512, padding_numel 0, shard_numel 128, is_trainable, tensor_parallel 0,
+        storage float32, compute float32, gather float32, reduce float32, accumulate float32,
+        main float32, optimizer_state float32, compute_weight Shard, main_gradient Shard,
+        main_weight Shard, compute_bytes 512 B, main_bytes 0 B, gradient_bytes 512 B,
+        padding_fraction 0.0000
 unit floors.0 ... floors.7 (8 units): Floor, 1,024 parameters each
-  group parameters 2, numel 1,024, padding_numel 0, shard_numel 256, is_trainable, tensor_parallel 0, storage float32,
-        compute float32, gather float32, reduce float32, accumulate float32, main float32, optimizer_state float32,
-        compute_weight Shard, main_gradient Shard, main_weight Shard, compute_bytes 1.0 KiB, main_bytes 0 B,
+  group parameters 2, numel 1,024, padding_numel 0, shard_numel 256, is_trainable,
+        tensor_parallel 0, storage float32, compute float32, gather float32, reduce float32,
+        accumulate float32, main float32, optimizer_state float32, compute_weight Shard,
+        main_gradient Shard, main_weight Shard, compute_bytes 1.0 KiB, main_bytes 0 B,
         gradient_bytes 1.0 KiB, padding_fraction 0.0000
-memory allocator slots, slots 2, slot_bytes 4.0 KiB, buckets 2, bucket_bytes 4.0 KiB, forward_prefetch 1,
-       backward_prefetch 1, persistent_bytes 17.0 KiB, optimizer_bytes 17.1 KiB, gathered_bytes 8.0 KiB,
-       transient_peak_bytes 24.0 KiB
+memory allocator slots, slots 2, slot_bytes 4.0 KiB, buckets 2, bucket_bytes 4.0 KiB,
+       forward_prefetch 1, backward_prefetch 1, persistent_bytes 17.0 KiB, optimizer_bytes 17.1 KiB,
+       gathered_bytes 8.0 KiB, transient_peak_bytes 24.0 KiB
 optimizer class_name AdamW, param_groups 1, parameters 18, step on local tensors, parts matrices 18"""
 
 

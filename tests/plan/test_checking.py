@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.config.engine_options import MemoryOptions, WeightAllocator
-from megatron_fsdp.describe.description import in_bytes
+from megatron_fsdp.describe.text import in_bytes
 from megatron_fsdp.plan.activations import call_model, scalar_loss
 from megatron_fsdp.plan.planning import Plan, plan
 from megatron_fsdp.plan.report import facts, plan_dict

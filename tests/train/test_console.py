@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fsdp.train.console import Display, averaged, console, duration, figures
+from megatron_fsdp.train.console import Display, averaged, console, duration, figures, header, stamped
 from megatron_fsdp.train.measure import Evaluation, StepRecord
 from megatron_fsdp.train.recorder import read_lines
 from tests.conftest import RunRanks
@@ -74,6 +74,23 @@ def test_each_interval_has_a_line_and_each_evaluation() -> None:
     assert lines[1] == "step  10/300  held-out loss 1.750"
     assert lines[2].startswith("step 289/300  0:00 left  ")
     assert len(lines) == 3
+
+
+@pytest.mark.parametrize(("columns", "most"), [("80", 80), ("300", 100)])
+def test_lines_fit_the_width(monkeypatch: pytest.MonkeyPatch, columns: str, most: int) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    lines: list[str] = []
+    say = stamped(lines.append)
+    Display(say, 100_000).on_steps([record(99_999, skipped=3, tokens_per_s=12_345_678.0, peak_bytes=123 * 2**30)])
+    say("not as it was saved, so losses may differ from one run: --data-path was a.txt, contents 1, and is b.txt")
+    say("loaded\n0 missing")
+    lines += header([("options", "--some-flag with-a-value " * 30), ("steps", "3")])
+    assert max(len(line) for text in lines for line in text.splitlines()) <= most
+    assert re.match(r"\d\d:\d\d:\d\d step  99999/100000  0:00 left  loss 0.000  skipped 3  MFU 40.0%", lines[0])
+    assert re.match(r" {9}\S", lines[1].splitlines()[1])
+    assert re.fullmatch(r"(\d\d:\d\d:\d\d) loaded\n\1 0 missing", lines[2])
+    assert re.match(r" {9}\S", lines[3].splitlines()[1])
+    assert lines[4] == "steps    3"
 
 
 def test_speeds_are_those_of_all_steps_together() -> None:

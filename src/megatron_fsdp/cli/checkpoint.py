@@ -34,8 +34,9 @@ from megatron_fsdp.checkpoint.report import together
 from megatron_fsdp.checkpoint.store import POINTER, RunFolder, iteration_of, locate
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli.main import run_guarded
-from megatron_fsdp.cli.output import in_bytes, write_error, write_facts, write_json, write_line, write_table
+from megatron_fsdp.cli.output import in_bytes, write_error, write_facts, write_json, write_line, write_table, write_text
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_ERROR, EXIT_SAME, Parser
+from megatron_fsdp.describe.text import WIDTH
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError
 from megatron_fsdp.package_info import __version__
 from megatron_fsdp.train.models.export import export_run
@@ -168,7 +169,7 @@ def _show(args: argparse.Namespace) -> int:
             write_json({"key": args.key, "type": "object", "bytes": nbytes, "value": as_json(value)})
         else:
             write_facts([("key", args.key), ("type", f"object, {in_bytes(nbytes)}")])
-            write_line(pprint.pformat(value, width=120, compact=True))
+            write_text(pprint.pformat(value, width=WIDTH, compact=True))
         return EXIT_SAME
     entry = folder.tensors[args.key]
     dtype, chunks = dtype_name(entry.dtype), len(entry.chunks)
@@ -181,7 +182,7 @@ def _show(args: argparse.Namespace) -> int:
     else:
         facts = [("key", entry.key), ("type", f"{dtype} {entry.shape}, {in_bytes(entry.nbytes)}")]
         write_facts([*facts, ("chunks", str(chunks)), *([] if box.lengths == entry.shape else [("part", part)])])
-        write_line(str(value))
+        write_text(str(value))
     return EXIT_SAME
 
 
@@ -312,8 +313,8 @@ def _to_hf(args: argparse.Namespace) -> int:
 def _map(args: argparse.Namespace) -> int:
     """Write the map, then print it and its path in the format of Megatron-LM's inspector."""
     path = export_group_map_json(args.torch_dcp_dir, args.out, args.model_prefix)
-    write_line(f"torch dcp content: {json.dumps(json.loads(path.read_text(encoding='utf-8')))}")
-    write_line(str(path))
+    write_text(f"torch dcp content: {json.dumps(json.loads(path.read_text(encoding='utf-8')))}")
+    write_text(str(path))
     return EXIT_SAME
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_fsdp.cli.output import add_json, write_json, write_line
 from megatron_fsdp.config.command_parser import EXIT_SAME
+from megatron_fsdp.describe.text import width
 from megatron_fsdp.errors import ConfigurationError
 
 _DTYPES = ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype")
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(described.to_dict())
     else:
-        write_line(str(described))
+        write_line(described.text(width()))
     return EXIT_SAME
 
 

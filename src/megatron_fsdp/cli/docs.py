@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib.resources import files
 
-from megatron_fsdp.cli.output import write_line
+from megatron_fsdp.cli.output import write_text
 from megatron_fsdp.config.arguments import nearest_name
 from megatron_fsdp.config.command_parser import EXIT_SAME
 from megatron_fsdp.errors import ConfigurationError
@@ -27,9 +27,9 @@ def run(args: argparse.Namespace) -> int:
     folder = files("megatron_fsdp") / "docs"
     pages = sorted(each.name.removesuffix(".md") for each in folder.iterdir() if each.name.endswith(".md"))
     if args.page is None:
-        write_line("\n".join(pages))
+        write_text("\n".join(pages))
         return EXIT_SAME
     if args.page not in pages:
         raise ConfigurationError(f"there is no page {args.page!r}; {nearest_name(args.page, pages)}")
-    write_line((folder / f"{args.page}.md").read_text(encoding="utf-8").rstrip())
+    write_text((folder / f"{args.page}.md").read_text(encoding="utf-8").rstrip())
     return EXIT_SAME

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_fsdp.describe.description import in_bytes as in_bytes
-from megatron_fsdp.describe.description import table_lines
+from megatron_fsdp.describe.text import folded, table_lines, width
+from megatron_fsdp.describe.text import in_bytes as in_bytes
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -17,14 +17,19 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def write_line(text: str = "") -> None:
-    """Print one line of text."""
+def write_line(text: str = "", indent: int = 2, end: str = "") -> None:
+    """Print text, folded to the terminal; `end` stands where a line goes on in the next one."""
+    write_text(folded(printable(text), width(), indent, end))
+
+
+def write_text(text: str) -> None:
+    """Print text whose lines stay as they are, such as a table or JSON."""
     sys.stdout.write(f"{printable(text)}\n")
 
 
 def write_json(value: Any) -> None:
     """Print JSON, indented."""
-    sys.stdout.write(f"{json.dumps(value, indent=2, allow_nan=False)}\n")
+    write_text(json.dumps(value, indent=2, allow_nan=False))
 
 
 def write_error(text: str) -> None:
@@ -36,13 +41,12 @@ def write_facts(facts: Sequence[tuple[str, str]]) -> None:
     """Print names and values, aligned."""
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
-        write_line(f"{name:<{width}}  {value}")
+        write_line(f"{name:<{width}}  {value}", indent=width + 2)
 
 
-def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+def write_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
     """Print a table; the columns with the titles `right` are aligned to the right."""
-    for line in table_lines(columns, [[printable(cell) for cell in row] for row in rows], right):
-        write_line(line)
+    write_text("\n".join(table_lines(titles, [[printable(cell) for cell in row] for row in rows], right, width())))
 
 
 def printable(text: str) -> str:

@@ -255,7 +255,7 @@ def _show(plan: Plan, tried: Recommendation | None, *, with_units: bool) -> None
     write_line(report.verdict(plan))
     if left_out := report.without_flags(plan):
         write_line(f"the trainer has no flag for: {'; '.join(left_out)}")
-    write_line("flags: " + " ".join(report.flags(plan)))
+    write_line("flags: " + " ".join(report.flags(plan)), end=" \\")
 
 
 # ---- runs of the trainer: its presets, and `mfsdp train --config FILE` ----------------------------------------------

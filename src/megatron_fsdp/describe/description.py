@@ -6,33 +6,14 @@ import dataclasses
 import json
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-_WIDTH = 118
+from megatron_fsdp.describe.text import WIDTH, folded, in_bytes
+
 _SHOWN = 8
-
-
-def in_bytes(count: float) -> str:
-    """Format a number of bytes with a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
-
-
-def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
-    """Align a table, titles first; the columns of the titles `right` are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    lines = []
-    for row in (columns, *rows):
-        cells = zip(columns, row, widths, strict=True)
-        padded = (cell.rjust(width) if title in right else cell.ljust(width) for title, cell, width in cells)
-        lines.append("  ".join(padded).rstrip())
-    return lines
 
 
 @dataclass(frozen=True)
@@ -162,22 +143,26 @@ class Description:
 
     def __str__(self) -> str:
         """Format for people: fields with a value, and equal consecutive units as one."""
-        return "\n".join(_lines(self))
+        return self.text(WIDTH)
+
+    def text(self, width: int) -> str:
+        """Format for people, with lines of at most `width` columns."""
+        return "\n".join(folded(line, width) for line in _lines(self, width))
 
 
-def _lines(description: Description) -> Iterator[str]:
-    yield from _wrapped(description, "", numel=description.numel)
+def _lines(description: Description, width: int) -> Iterator[str]:
+    yield from _wrapped(description, "", width, numel=description.numel)
     for axis in description.axes:
-        yield from _wrapped(axis, "axis ")
+        yield from _wrapped(axis, "axis ", width)
     for _, run in groupby(description.units, key=_pattern):
         units = list(run)
         names = units[0].label if len(units) == 1 else f"{units[0].label} ... {units[-1].label} ({len(units)} units)"
         yield f"unit {names}: {units[0].class_name}, {units[0].numel:,} parameters{' each' * (len(units) > 1)}"
         for group in units[0].groups:
-            yield from _wrapped(group, "  group ", padding_fraction=f"{group.padding_fraction:.4f}")
-    yield from _wrapped(description.memory, "memory ")
+            yield from _wrapped(group, "  group ", width, padding_fraction=f"{group.padding_fraction:.4f}")
+    yield from _wrapped(description.memory, "memory ", width)
     for optimizer in description.optimizers:
-        yield from _wrapped(optimizer, "optimizer ")
+        yield from _wrapped(optimizer, "optimizer ", width)
     yield from (f"option {name}={value}" for name, value in description.options.items())
     yield from (f"{further} is tied to {first}" for further, first in description.tied)
     yield from (f"note: {note}" for note in description.notes)
@@ -186,7 +171,7 @@ def _lines(description: Description) -> Iterator[str]:
 _OWN_LINES = ("axes", "units", "memory", "optimizers", "options", "tied", "notes")
 
 
-def _wrapped(part: Any, title: str, **more: object) -> list[str]:
+def _wrapped(part: Any, title: str, width: int, **more: object) -> list[str]:
     """Format the fields that have a value as wrapped lines."""
     values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)} | more
     shown = [
@@ -196,7 +181,7 @@ def _wrapped(part: Any, title: str, **more: object) -> list[str]:
     ]
     words = [name if value is True else f"{name} {_word(name, value)}" for name, value in shown]
     unbreakable = ", ".join(word.replace(" ", "\0") for word in words)
-    found = textwrap.wrap(title + unbreakable, _WIDTH, subsequent_indent=" " * len(title), break_long_words=False)
+    found = textwrap.wrap(title + unbreakable, width, subsequent_indent=" " * len(title), break_long_words=False)
     return [line.replace("\0", " ") for line in found]
 
 

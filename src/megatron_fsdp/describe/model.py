@@ -18,8 +18,8 @@ from megatron_fsdp.describe.description import (
     MemoryDescription,
     OptimizerDescription,
     UnitDescription,
-    in_bytes,
 )
+from megatron_fsdp.describe.text import in_bytes
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.engine.param_group import ParameterGroup

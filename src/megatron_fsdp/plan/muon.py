@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatron_fsdp.describe.description import in_bytes
+from megatron_fsdp.describe.text import in_bytes
 from megatron_fsdp.optim.full_tensor.exchange import assign_owners
 from megatron_fsdp.optim.full_tensor.muon import WAVE_BYTES, newton_schulz_flops
 from megatron_fsdp.optim.optimizer import kinds_of

@@ -13,7 +13,7 @@ import torch
 
 from megatron_fsdp.config.precision import resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.describe.description import in_bytes
+from megatron_fsdp.describe.text import in_bytes
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.planning import Plan, Recommendation, ranks_that_fit
 from megatron_fsdp.plan.setup import Setup

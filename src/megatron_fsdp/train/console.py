@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
-import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,13 +13,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from megatron_fsdp.describe.text import folded, is_terminal, width
 from megatron_fsdp.train.measure import FIGURES, Evaluation, Progress, StepRecord, Writer
 
 if TYPE_CHECKING:
     from megatron_fsdp.train.bar import Bar
 
 LIBRARY_LOGGER = "megatron_fsdp"
-_WIDTH = 100  # columns of lines in files
 _STAMP = len("00:00:00 ")
 
 Say = Callable[[str], None]
@@ -73,29 +71,17 @@ def header(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
     """Yield the lines of names and values; values are broken between words."""
     indent = max(len(name) for name, _ in rows) + 2
     for name, value in rows:
-        yield textwrap.fill(
-            f"{name:<{indent}}{value}",
-            width(),
-            subsequent_indent=" " * indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        yield folded(f"{name:<{indent}}{value}", width(), indent)
 
 
 def stamped(say: Say) -> Say:
-    """Return `say` with the time of day before each text."""
-    return lambda text: say(f"{time.strftime('%H:%M:%S')} {text}")
+    """Return `say` with the time of day before each line of a text; lines are broken between words."""
 
+    def say_stamped(text: str) -> None:
+        now = time.strftime("%H:%M:%S")
+        say(folded("\n".join(f"{now} {line}" for line in text.split("\n")), width(), _STAMP))
 
-def width() -> int:
-    """Return the number of columns for lines: the terminal's, or elsewhere 100 at most."""
-    return min(shutil.get_terminal_size((_WIDTH, 0)).columns, 10**4 if _is_terminal() else _WIDTH)
-
-
-def _is_terminal() -> bool:
-    with suppress(AttributeError, ValueError):  # there is no standard output, or it is closed
-        return sys.stdout.isatty()
-    return False
+    return say_stamped
 
 
 class Display(Writer):
@@ -113,7 +99,7 @@ class Display(Writer):
 
     def start(self, progress: Progress) -> None:
         """Draw the bar at a terminal."""
-        if _is_terminal() and find_spec("rich") is not None:
+        if is_terminal() and find_spec("rich") is not None:
             from megatron_fsdp.train.bar import Bar
 
             self._bar = Bar(self._total_steps, progress.steps)

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_fsdp.config.command_parser import EXIT_INTERRUPTED
-from megatron_fsdp.describe.description import in_bytes
+from megatron_fsdp.describe.text import in_bytes
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError, RankError
 from megatron_fsdp.train.options.job import Job
 

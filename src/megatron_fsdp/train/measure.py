@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.describe.description import in_bytes
+from megatron_fsdp.describe.text import in_bytes
 from megatron_fsdp.plan.machine import MACHINES
 from megatron_fsdp.trace.recorder import Recorder
 from megatron_fsdp.trace.summary import summarise
