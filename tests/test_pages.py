@@ -12,6 +12,7 @@ import matplotlib
 import pytest
 
 import megatron_fsdp
+from megatron_fsdp.cli.main import main
 from tests.support.forked_programs import Program, in_folder
 from tests.support.source_tree import ROOT, own_files
 from tests.support.train_program import LIMIT_S, environment
@@ -34,6 +35,7 @@ _LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 _NAMED = re.compile(r"docs/(?P<target>[\w/]+\.(?:md|json|png)(?:#[\w-]+)?)")
 _HEADING = re.compile(r"^#+ (?P<title>.*)$", re.MULTILINE)
 _FIGURE = re.compile(r"\d[\d,]*\.\d+ ?(?:[KMGT]i?B|m?s|us|%|x)(?!\w)")
+_ERRORS = re.compile(r"^    \$ mfsdp train (.*)\n((?:    error: .*\n)+)", re.MULTILINE)
 _LOSS = re.compile(r"(\d+)(?:: loss)? ([\d.]+)$", re.MULTILINE)
 BLOCKS = {f"{page.stem}: {block.asked}": block for page in PAGES for block in blocks_of(page)}
 
@@ -143,6 +145,18 @@ def test_measured_figures_stand_in_generated_parts_only() -> None:
     }
     found = {name: _FIGURE.findall(text) for name, text in written.items()}
     assert {name: figures for name, figures in found.items() if figures} == {}
+
+
+def test_errors_that_pages_print_are_those_of_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    printed = [found for text in texts for found in _ERRORS.findall(text)]
+    assert len(printed) == 2
+    for words, errors in printed:
+        assert main(["train", *words.split()]) == 2
+        assert capsys.readouterr().err.splitlines() == textwrap.dedent(errors).splitlines()
 
 
 def test_every_finding_about_a_hang_is_one_that_tests_see() -> None:

@@ -1,6 +1,7 @@
 """Embeddings and heads as units of their own: equal to one process, gathered no more often, never read silently."""
 
 import gc
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from tests.support.case import FP32, ONE_RANK, Run, Scenario, Setting, check_str
 from tests.support.formulas import footprints_of, step_traffic
 from tests.support.on_ranks import assert_equal_tensors, engine_of, fixed_seed, on_ranks, refusal
 from tests.support.zoo import Batch, ModelCase
+from tools.pages import DOCS
 
 # ---- small decoders with untied ends ---------------------------------------------------------------------------------
 
@@ -244,6 +246,13 @@ def _one_row(model: EndsDecoder, tokens: Tensor, x: Tensor) -> Tensor:
     return model.head(x + F.embedding(tokens[:1, :1], model.tokens.weight).sum())
 
 
+def _told_in_the_page() -> str:
+    """The sentence that docs/memory.md prints, of a head in a Decoder with the class Block."""
+    found = re.search(r"^    (head.weight belongs .*?)\n\n", (DOCS / "memory.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return " ".join(found[1].split())
+
+
 READERS: dict[str, tuple[Read, str]] = {
     "linear": (_linear, "head.weight"),
     "recomputed": (_recomputed, "head.weight"),
@@ -270,12 +279,9 @@ def test_a_weight_that_is_read_where_its_unit_does_not_run_is_refused_by_name(nu
             model, _ = shard(case, fsdp_unit_modules=None, zero_dp_strategy=strategy)
             with torch.enable_grad() if grad else torch.inference_mode():
                 message = refusal(case.loss, model, batches[dist.get_rank()])
-            assert message.endswith(
-                f"; {parameter} belongs to unit {parameter.split('.')[0]}, whose weights are whole only while it runs, "
-                f"and was read in the forward of {type(model.module).__name__}: call the module, or give "
-                "fsdp_unit_modules=[Block], so that the weight stays with the root, which is whole during the whole "
-                "forward"
-            )
+            unit, reader_class = parameter.split(".")[0], type(model.module).__name__
+            told = _told_in_the_page().replace("of Decoder:", f"of {reader_class}:").replace("head", unit)
+            assert message.endswith(f"; {told}")
             gc.collect()  # torch 2.11 leaves its hooks of recomputation on until the frames of the error are gone
             model.reset()
             model.module.shape = Shape()  # which calls the head
