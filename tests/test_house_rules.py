@@ -36,6 +36,7 @@ LAYERS = (
     "checkpoint",
     "published",
     "experimental",
+    "fsdp2",
     "weights",
     "ddp",
     "front",

@@ -128,8 +128,10 @@ class ResolvedPrecision:
         return self.main_params.itemsize < self.compute.itemsize
 
 
-def resolve_precision(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) -> ResolvedPrecision:
-    """Apply a policy to the parameters of one dtype.
+def resolve_precision(
+    policy: MixedPrecisionPolicy, param_dtype: torch.dtype, compute_dtype: torch.dtype | None = None
+) -> ResolvedPrecision:
+    """Apply a policy to the parameters of one dtype; `compute_dtype`: what they are cast to for compute, if anything.
 
     Parameters that are not real floating-point numbers (integers, booleans, complex numbers) cannot be cast to the
     policy's dtypes without loss, so everything about them keeps their own dtype. Gradients of float8 parameters that
@@ -145,12 +147,13 @@ def resolve_precision(policy: MixedPrecisionPolicy, param_dtype: torch.dtype) ->
         )
     main_params = policy.main_params_dtype or param_dtype
     main_grads = policy.main_grads_dtype or (torch.bfloat16 if is_float8 else param_dtype)
+    compute = compute_dtype or param_dtype
     return ResolvedPrecision(
-        compute=param_dtype,
+        compute=compute,
         main_params=main_params,
         main_grads=main_grads,
         grad_comm=policy.grad_comm_dtype or main_grads,
-        has_main_copy=main_params != param_dtype,
+        has_main_copy=main_params != compute,
     )
 
 

@@ -776,7 +776,7 @@ class Engine:
             )
         self.options = replace(self.options, policy=policy)
         for group in self.groups():
-            group.change_policy(policy)
+            group.change_sharding(lambda own: replace(own, options=replace(own.options, policy=policy)))
         for unit in self.units:
             unit.plan_buckets()
         self.executor.make_bucket_pools()
@@ -940,9 +940,10 @@ class Engine:
         ]
 
     def reshard_units_of(self, params: Iterable[nn.Parameter]) -> None:
-        """Reshard the units that own some parameters, unless they are in use."""
+        """Reshard the units besides the root that own some parameters, unless they are in use."""
         for unit in self.units_of(params):
-            self.executor.run(self.scheduler.reshard_requested(unit.index))
+            if unit.index != ROOT_UNIT:
+                self.executor.run(self.scheduler.reshard_requested(unit.index))
 
     def reduce_units_of(self, params: Iterable[nn.Parameter]) -> None:
         """Reduce the units' gradients that have arrived; those that have not count as zero."""

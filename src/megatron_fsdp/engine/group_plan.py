@@ -32,7 +32,7 @@ from megatron_fsdp.comm.axis import Axis, real_values
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.offload import Offload, offload_by_unit
-from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
+from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
@@ -393,14 +393,12 @@ class Sharding:
     placements: Placements  # of trained parameters with dimensions
     device: torch.device
     divisor: float  # a mean is the sum of all ranks' gradients divided by this; for experts by the dense ranks
+    compute_dtype: torch.dtype | None = None  # to which real floating-point weights are cast; None: their own
 
     def plan_group(self, spec: ParameterGroupSpec, parts: tuple[TensorParallelPart | None, ...]) -> GroupPlan:
         """Plan layout, dtypes, placements and factors of one group, whose parameters were cut as `parts` before."""
         placements = self._placements(spec.key)
-        if spec.key.requires_grad:
-            precision = self.precision(spec.key)
-        else:
-            precision = ResolvedPrecision(*(spec.key.dtype,) * 4, has_main_copy=False)
+        precision = self.precision(spec.key) if spec.key.requires_grad else self._frozen_precision(spec.key.dtype)
         layout, layouts = self._layouts(spec, parts, shard_count(placements.main_weight, self.rank_mesh.axes))
         return GroupPlan(
             spec=spec,
@@ -423,9 +421,19 @@ class Sharding:
         spec = ParameterGroupSpec(key, infos)
         return replace(plan, spec=spec, precision=precision, reduction=self._reduction(precision))
 
-    def with_policy(self, policy: MixedPrecisionPolicy) -> Sharding:
-        """Return the sharding under another policy."""
-        return replace(self, options=replace(self.options, policy=policy))
+    def plan_again(self, plan: GroupPlan) -> GroupPlan:
+        """Plan the reduction of a group that another sharding has planned, whose weights stay as they are."""
+        if not plan.requires_grad:
+            return replace(plan, sharding=self)
+        precision = self.precision(plan.spec.key)
+        return replace(plan, precision=precision, reduction=self._reduction(precision), sharding=self)
+
+    def _frozen_precision(self, dtype: torch.dtype) -> ResolvedPrecision:
+        compute = self._compute_dtype(dtype)
+        return ResolvedPrecision(compute, dtype, dtype, dtype, has_main_copy=compute != dtype)
+
+    def _compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.compute_dtype is None or not dtype.is_floating_point else self.compute_dtype
 
     def _reduction(self, precision: ResolvedPrecision) -> GradientReduction:
         reduction = gradient_reduction(
@@ -440,7 +448,7 @@ class Sharding:
 
     def precision(self, key: GroupKey) -> ResolvedPrecision:
         """Return the dtypes of a trained group."""
-        precision = resolve_precision(self.options.policy, key.dtype)
+        precision = resolve_precision(self.options.policy, key.dtype, self._compute_dtype(key.dtype))
         are_views = self.options.megatron_fsdp_use_decoupled_grad or precision.main_params == precision.main_grads
         if self.options.megatron_fsdp_cuda_graph_mode and not are_views:
             raise ConfigurationError(
@@ -603,7 +611,7 @@ def plan_groups(
     for unit_index, unit in enumerate(plan.units):
         params = {name: originals[name] for name in unit.parameters}
         planned.append(plan_unit(params, unit.modules, sharding, known, None if unit_index else root_group_numel))
-    return _with_offload(planned, sharding.options.offload)
+    return with_offload(planned, sharding.options.offload)
 
 
 def plan_unit(
@@ -636,7 +644,7 @@ def plan_unit(
     return planned
 
 
-def _with_offload(planned: list[list[GroupPlan]], offload: Offload) -> list[list[GroupPlan]]:
+def with_offload(planned: list[list[GroupPlan]], offload: Offload) -> list[list[GroupPlan]]:
     """Set the offload of each unit, from the last one to the root, until the fractions are reached."""
     if not offload:
         return planned

@@ -50,6 +50,7 @@ def register_hooks(engine: Engine, root: nn.Module | None) -> None:
         entry = _UnitModule(unit_index, module_index, watch)
         before = partial(_pre_forward, reference, entry)
         after = partial(_post_forward, reference, entry)
+        engine.units[unit_index].forward_hooks.append((before, after))
         if is_compiled_in_place(module):
             surround(module, before, after)
             engine.structure.note_compiled(engine.units[unit_index].label, module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, chain
@@ -190,8 +190,13 @@ class MemoryPlan:
     pool: PoolPlan | None = None  # the persistent blocks, which are taken at wrap time, if any
 
 
-def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[GroupPlans]) -> MemoryPlan:
-    """Plan memory and schedule from the caller's options and the groups of a model; allocates nothing."""
+def plan_memory(
+    options: MemoryOptions, reduces_early: bool, units: Sequence[GroupPlans], held: Collection[int] = ()
+) -> MemoryPlan:
+    """Plan memory and schedule from the caller's options and the groups of a model; allocates nothing.
+
+    `held`: units that stay gathered from their forward to the end of the backward.
+    """
     forward, backward = options.forward_prefetch_units, options.backward_prefetch_units
     slots, buckets = options.slots, _BUCKETS
     if options.communication_unit_numel is not None:
@@ -215,7 +220,7 @@ def plan_memory(options: MemoryOptions, reduces_early: bool, units: Sequence[Gro
         backward_prefetch_units=backward,
         reduces_early=reduces_early,
         resized=resized - {ROOT_UNIT},
-        persistent=frozenset(weights.units_in(WeightStorage.OWN)) - {ROOT_UNIT},
+        persistent=frozenset(weights.units_in(WeightStorage.OWN)).union(held) - {ROOT_UNIT},
         returned=resized,
         returned_before_step=frozenset(
             unit

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils import swap_tensors
 
 from megatron_fsdp.comm.axis import address_of, addresses_of, has_values
-from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.dtensor.reduction import unite_gradients
 from megatron_fsdp.dtensor.shard_spec import ShardSpec, describe_chunks
 from megatron_fsdp.dtensor.tensor import DATA, UnevenDTensor, as_sharded, register_with_torch
@@ -28,7 +29,7 @@ from megatron_fsdp.engine.gradients import (
     get_grad,
     plain_attributes,
 )
-from megatron_fsdp.engine.group_plan import GroupPlan, local_part
+from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_part
 from megatron_fsdp.engine.memory import FlatBuffer, StateMemory, allocate, full_view, on_device, shard_view
 from megatron_fsdp.engine.weight_quantizer import EncodedBuffer, WeightQuantizer, WrappingQuantizer
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
@@ -216,6 +217,7 @@ class ParameterGroup:
         originals: Sequence[nn.Parameter],
         shard_specs: tuple[ShardSpec, ...],
         quantizer: WeightQuantizer | None,
+        objects: Mapping[int, nn.Parameter] = MappingProxyType({}),
     ) -> None:
         self.plan = plan
         self._wrapping = quantizer if isinstance(quantizer, WrappingQuantizer) else None
@@ -234,7 +236,8 @@ class ParameterGroup:
         self.own_hooks: set[int] = set()  # ids of gradient hooks that are not the user's
         self._hooked: set[int] = set()  # parameters that have one
         shards = self.weights.main.local_shards()
-        self.sharded = tuple(map(self._make_sharded, range(len(shards)), shards, shard_specs, originals))
+        make = functools.partial(self._make_sharded, objects)
+        self.sharded = tuple(map(make, range(len(shards)), shards, originals))
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         self._placeholder = None  # freed when every full parameter has its memory
         self._pointed_to: torch.Tensor | None = None  # memory that the full parameters are views of
@@ -429,15 +432,11 @@ class ParameterGroup:
             param.grad = None
             setattr(param, self.grad_attribute, None)
 
-    def change_policy(self, policy: MixedPrecisionPolicy) -> None:
-        """Use the communication dtype of another policy from now on; the other dtypes must be the same."""
+    def change_sharding(self, change: Callable[[Sharding], Sharding]) -> None:
+        """Reduce gradients from now on by a sharding with another communication dtype, or another divisor."""
         assert self.plan.sharding is not None
-        sharding = self.plan.sharding.with_policy(policy)
-        self.plan = replace(self.plan, sharding=sharding)
+        self.plan = change(self.plan.sharding).plan_again(self.plan)
         if self.gradients is not None:
-            precision = sharding.precision(self.plan.spec.key)
-            reduction = self.plan.reduction.for_dtype(precision.grad_comm)
-            self.plan = replace(self.plan, precision=precision, reduction=reduction)
             self.gradients.change_precision(self.plan)
 
     def describe_shard(self, index: int, shard: torch.Tensor) -> DTensor:
@@ -522,15 +521,18 @@ class ParameterGroup:
         if index not in self._hooked:
             self._hooked.add(index)
             # See Note [Weak references].
-            arrives = functools.partial(_of_autograd, weakref.ref(self), weakref.ref(param), index)
+            arrives = functools.partial(_of_autograd, weakref.ref(self), self.shard_specs[index], index)
             self.own_hooks.add(param.register_hook(arrives).id)
 
     def _make_sharded(
-        self, index: int, shard: torch.Tensor, shard_spec: ShardSpec, original: nn.Parameter
+        self, objects: Mapping[int, nn.Parameter], index: int, shard: torch.Tensor, original: nn.Parameter
     ) -> nn.Parameter:
         # No view: it would keep the buffer object alive and share its version counter, so that in-place gathers into
         # the rest of the buffer would count as changes of the parameter.
-        param = UnevenDTensor.as_parameter(shard.data, shard_spec, original.requires_grad)
+        param = UnevenDTensor.as_parameter(shard.data, self.shard_specs[index], original.requires_grad)
+        if id(original) in objects:  # which an optimizer may hold already
+            swap_tensors(objects[id(original)], param)
+            param = objects[id(original)]
         # Marks of the user have to survive, such as Megatron's `allreduce` and `sequence_parallel`.
         param.__dict__.update(original.__dict__)
         if original.requires_grad:
@@ -627,20 +629,18 @@ def _move_gradient(group: weakref.ref[ParameterGroup], index: int, local: torch.
     if alive is None or grad is None:
         return
     param = alive.sharded[index]
-    own = _of_autograd(group, weakref.ref(param), index, grad.to(param.dtype))
+    own = _of_autograd(group, alive.shard_specs[index], index, grad.to(param.dtype))
     param.grad = own if param.grad is None else param.grad + own
 
 
 def _of_autograd(
-    group: weakref.ref[ParameterGroup], sharded: weakref.ref[Any], index: int, grad: torch.Tensor
+    group: weakref.ref[ParameterGroup], shard_spec: ShardSpec, index: int, grad: torch.Tensor
 ) -> torch.Tensor:
     """Shard a gradient that autograd has computed for sharded parameter `index` directly, as of a penalty."""
-    alive, param = group(), sharded()
-    assert param is not None  # this is its own hook
+    alive = group()
     if alive is not None and alive.gradients is not None:  # else the model was deleted
         # Autograd adds what this returns to `.grad` in place. See Note [Who owns a main gradient].
-        alive.gradients.detach_main_gradient(index, param)
-    shard_spec = param.shard_spec
+        alive.gradients.detach_main_gradient(index, alive.sharded[index])
     sharded_grad = as_sharded(grad, shard_spec)  # the backward of a reduction gives gradients of the global shape
     if not shard_spec.copy_groups:
         return sharded_grad

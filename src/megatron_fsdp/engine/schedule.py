@@ -52,7 +52,7 @@ class ScheduleConfig:
     reduces_early: bool = True  # a unit is reduced when the backward of the next one begins; else when all are over
     # units with memory of their own: a slot only counts how many are gathered, and any will do
     resized: frozenset[int] = frozenset()
-    # those whose own memory is persistent: they take no slot and are never evicted
+    # those that no other unit evicts, and that take no slot: their memory is their own
     persistent: frozenset[int] = frozenset()
     returned: frozenset[int] = frozenset()  # those resharded when a backward is over, because their memory is freed
     # those resharded after the last backward before the weights change, as far as predicted
@@ -387,8 +387,8 @@ class Scheduler:
         return tuple(operations)
 
     def reshard_requested(self, unit: int) -> tuple[Operation, ...]:
-        """Reshard a unit that a caller does not need any more, unless it is in use or the root."""
-        in_use = unit in (ROOT_UNIT, self._backward_unit) or unit in self._forward_stack
+        """Reshard a unit that a caller does not need any more, unless it is in use."""
+        in_use = unit == self._backward_unit or unit in self._forward_stack or (unit == ROOT_UNIT and self._in_backward)
         return () if in_use or not self.config.shares_slots else tuple(self._reshard(unit))
 
     def weights_changed(self) -> tuple[Operation, ...]:
@@ -440,6 +440,16 @@ class Scheduler:
             depth = min(depth, slots - 1)
             self._slots += [_SlotState() for _ in range(slots - len(self._slots))]
         self.config = replace(self.config, slots=slots, forward_prefetch_units=depth, backward_prefetch_units=depth)
+
+    def keep_gathered(self, unit: int, after_forward: bool, after_backward: bool) -> None:
+        """Keep a unit with memory of its own gathered after its forward, or after a backward, or not."""
+        one, config = frozenset({unit}), self.config
+        if unit in config.resized:
+            self.config = replace(
+                config,
+                persistent=config.persistent | one if after_forward else config.persistent - one,
+                returned=config.returned - one if after_backward else config.returned | one,
+            )
 
     def set_trainable(self, units: Sequence[Sequence[bool]]) -> None:
         """Change which parameters take gradients."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -69,6 +69,7 @@ class Unit:
         # by path: one, or several small neighbours; none where it is a bucket of parameters
         self.modules = {path: weakref.ref(module) for path, module in modules.items()}
         self.mode = mode  # when its gradients are reduced
+        self.stays_gathered = False  # from its forward to the end of the backward
         self.groups = tuple(groups)  # none where the module owns no parameter of its own
         self._owners = tuple(tuple(map(tuple, of_group)) for of_group in owners)
         self._swaps = _swaps(self.groups, self._owners, tuple(modules.values()))
@@ -81,6 +82,8 @@ class Unit:
         self.plan_buckets()
         self.find_gathered()
         self.group_and_index = {id(param): (group, i) for group in self.groups for i, param in enumerate(group.sharded)}
+        # before and after a forward of each of its modules
+        self.forward_hooks: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
         self._engine: weakref.ref[Any] | None = None  # an `Engine`, whose module imports this one
         self.state_dict_handles: list[RemovableHandle] = []  # of the hooks that describe its shards in state dicts
         self._block: Block | None = None

@@ -548,10 +548,13 @@ def check_rank_order(mesh: DeviceMesh) -> None:
 
 
 @real_values()
-def rank_mesh_of(mesh: DeviceMesh, traffic: dict[str, Traffic]) -> RankMesh:
+def rank_mesh_of(mesh: DeviceMesh, traffic: dict[str, Traffic], tensor_parallel: DeviceMesh | None = None) -> RankMesh:
     """Build the rank mesh of a data-parallel mesh of one dimension, or of two: outer, then sharding. No communication.
 
-    `traffic` holds the counters of each dimension's name; added to.
+    Args:
+        mesh: The data-parallel mesh.
+        traffic: The counters of each dimension's name; added to.
+        tensor_parallel: The one-dimensional mesh over which parameters are DTensors already, of the same root mesh.
     """
     check_rank_order(mesh)
     names = mesh.mesh_dim_names or tuple(f"dim{dim}" for dim in range(mesh.ndim))
@@ -564,9 +567,21 @@ def rank_mesh_of(mesh: DeviceMesh, traffic: dict[str, Traffic]) -> RankMesh:
         axes=axes,
         names=tuple(names),
         group=groups[0] if mesh.ndim == 1 else None,
-        tensor_parallel=None,
-        described_mesh=mesh,
+        tensor_parallel=tensor_parallel,
+        described_mesh=mesh if tensor_parallel is None else _beside(mesh, tensor_parallel),
     )
+
+
+def _beside(mesh: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the data-parallel dimensions and, last, the tensor-parallel one."""
+    names = (*(mesh.mesh_dim_names or ()), *(tensor_parallel.mesh_dim_names or ()))
+    roots = mesh._get_root_mesh(), tensor_parallel._get_root_mesh()
+    if roots[0] != roots[1] or len(names) != mesh.ndim + 1:
+        raise ConfigurationError(
+            f"parameters are DTensors over {tensor_parallel}, which has no named root mesh in common with {mesh}; take "
+            "both from one mesh: init_device_mesh(..., mesh_dim_names=(...)), then mesh[name]"
+        )
+    return _submesh_of(roots[0], names)
 
 
 def connect_all_ranks(rank_mesh: RankMesh) -> None:

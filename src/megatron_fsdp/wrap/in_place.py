@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -16,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, looked_up, plan_unit
+from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, looked_up, plan_unit, with_offload
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError
@@ -70,6 +71,7 @@ def shard_in_place(
     mode: SyncMode,
     known: KnownPlans,
     ignored: frozenset[int] = frozenset(),
+    objects: Mapping[int, nn.Parameter] = MappingProxyType({}),
 ) -> Unit:
     """Shard the parameters that modules own together, as one unit, on this rank alone.
 
@@ -82,6 +84,7 @@ def shard_in_place(
         mode: When gradients are reduced.
         known: Plans of the calls before; added to.
         ignored: Ids of parameters that stay as they are.
+        objects: By the id of an original the parameter that becomes the sharded one, as of `shard_unit`.
 
     Raises:
         ConfigurationError: A parameter belongs to another unit, too, is lazy, or has a dtype that is not sharded.
@@ -92,8 +95,8 @@ def shard_in_place(
     owned = _owned_parameters(tree, ignored)
     _check_parameters(owned, label)
     model = ModelSharding(sharding, lookups=looked_up(tree))
-    plans = plan_unit(owned, tuple(paths), model, known.plans)
-    unit = shard_unit(label, paths, plans, owned, parameter_owners(tree), mode, known.specs)
+    plans = with_offload([plan_unit(owned, tuple(paths), model, known.plans)], sharding.options.offload)[0]
+    unit = shard_unit(label, paths, plans, owned, parameter_owners(tree), mode, known.specs, objects=objects)
     for module in modules:
         module.__dict__[_UNIT] = unit
     return unit

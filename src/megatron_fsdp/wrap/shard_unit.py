@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -58,6 +59,7 @@ def shard_unit(
     mode: SyncMode,
     known: KnownSpecs,
     index: int = 0,
+    objects: Mapping[int, nn.Parameter] = MappingProxyType({}),
 ) -> Unit:
     """Shard the parameters of one unit in place: at once, on this rank alone, without communication.
 
@@ -72,6 +74,8 @@ def shard_unit(
         mode: When its gradients are reduced.
         known: Shard specs of groups that were sharded before; added to.
         index: Its position among the units, where that is known already.
+        objects: By the id of an original the parameter, of an optimizer say, that becomes the sharded one; new ones
+            are made for the others.
     """
     groups, held_by, replaced = [], [], []
     for plan in plans:
@@ -80,7 +84,7 @@ def shard_unit(
             specs = known[id(plan.layout)] = tuple(map(plan.shard_spec, range(len(plan.spec.parameters))))
         originals = [parameters.pop(info.name) for info in plan.spec.parameters]
         held_by.append([owners.pop(id(original)) for original in originals])
-        groups.append(ParameterGroup(plan, originals, specs, _quantizer(plan, originals, held_by[-1])))
+        groups.append(ParameterGroup(plan, originals, specs, _quantizer(plan, originals, held_by[-1]), objects))
         replaced += [(info.name, original) for info, original in zip(plan.spec.parameters, originals, strict=True)]
     by_owner = [[[Owner.of(*place) for place in places] for places in of_group] for of_group in held_by]
     unit = Unit(index, name, groups, by_owner, modules, mode)
@@ -180,7 +184,8 @@ def finish(
         expert_names: Names of experts in checkpoints of all ranks.
         delayed: The queue of weight gradients that are computed at the end of backward.
     """
-    plan = plan_memory(options.memory, options.reduces_early, [unit.group_plans for unit in units])
+    held = [unit.index for unit in units if unit.stays_gathered]
+    plan = plan_memory(options.memory, options.reduces_early, [unit.group_plans for unit in units], held)
     user_buffers = _user_buffers(plan, ranks, options)
     pool = CommunicationPool(ranks.device, plan.pool, None if user_buffers is None else user_buffers.allocate)
     for number, group in enumerate(group for unit in units for group in unit.groups):

@@ -1,0 +1,103 @@
+"""Parameters between `fully_shard` and the first forward: stock DTensors, cut evenly as torch's FSDP2 cuts them.
+
+Clients fill them in three ways before they train: `to_empty` and initialisation, `load_state_dict(assign=True)` with
+DTensors cut by torch, or a new parameter set in the module. All three rely on torch's cut. At the first forward they
+are gathered, unit by unit, and cut again as the engine's buffers are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.engine.group_plan import TensorParallelPart, is_tensor_extension, local_part
+from megatron_fsdp.engine.unit import Owner
+from megatron_fsdp.errors import ScheduleError
+from megatron_fsdp.sharding.mesh import RankMesh
+
+
+@dataclass(frozen=True)
+class EvenParameter:
+    """A parameter that rests in its modules as an even shard, or whole where torch cannot cut it."""
+
+    name: str
+    owners: tuple[Owner, ...]
+    part: TensorParallelPart | None  # how tensor parallelism cut it before
+    shape: torch.Size  # of this rank's tensor-parallel part
+
+    @property
+    def held(self) -> nn.Parameter:
+        """The parameter that the first of its modules holds now."""
+        found = self.owners[0].parameters[self.owners[0].attribute]
+        if found is None:
+            raise ScheduleError(f"{self.name} was removed after fully_shard; change modules before they are sharded")
+        return found
+
+    def set(self, param: nn.Parameter) -> None:
+        """Put a parameter into all modules that share it."""
+        for owner in self.owners:
+            owner.set(param)
+
+    def gather(self, axis: Axis, device: torch.device) -> nn.Parameter:
+        """Return the whole parameter as modules held it before `fully_shard`. Collective over the axis."""
+        held = self.held
+        local = local_part(held) if not is_tensor_extension(held) else held
+        if isinstance(held, DTensor) and self.shape:
+            local = _gathered_rows(local.to(device), self.shape, axis)
+        whole = local if self.part is None else self.part.wrap(local)
+        made = nn.Parameter(whole.detach(), requires_grad=held.requires_grad)
+        made.__dict__.update(held.__dict__)
+        for hook in (held._post_accumulate_grad_hooks or {}).values():
+            made.register_post_accumulate_grad_hook(hook)
+        return made
+
+
+def even_shard(
+    param: nn.Parameter, part: TensorParallelPart | None, mesh: RankMesh, device: torch.device
+) -> nn.Parameter:
+    """Return this rank's even shard of a parameter, as torch's FSDP2 cuts it; no communication.
+
+    Args:
+        param: Plain, or a DTensor over tensor-parallel ranks; on the meta device, maybe, and left there.
+        part: How tensor parallelism cut it.
+        mesh: The data-parallel ranks.
+        device: Of the shard.
+    """
+    if is_tensor_extension(param):
+        return param  # its class says how it is cut
+    axis, whole = mesh.axes[-1], local_part(param.detach())
+    placement: Placement = Shard(0) if whole.ndim else Replicate()
+    rows = torch.chunk(whole, axis.num_ranks) if whole.ndim else (whole,) * axis.num_ranks
+    own = rows[axis.rank] if axis.rank < len(rows) else whole.new_empty((0, *whole.shape[1:]))
+    own = own.clone() if own.is_meta else own.to(device, copy=True)
+    placements: list[Placement] = [*(Replicate() for _ in mesh.axes[1:]), placement]
+    shape, stride = param.shape, param.stride()
+    if part is not None:
+        if part.is_cut and part.placement == placement:
+            placements[-1] = _StridedShard(0, split_factor=part.mesh.size())
+        placements.append(part.placement)
+        shape, stride = part.shape, part.stride
+    made = nn.Parameter(
+        DTensor.from_local(own, mesh.described_mesh, placements, run_check=False, shape=shape, stride=stride),
+        requires_grad=param.requires_grad,
+    )
+    made.__dict__.update(param.__dict__)
+    return made
+
+
+def _gathered_rows(rows: torch.Tensor, shape: Sequence[int], axis: Axis) -> torch.Tensor:
+    """All-gather even shards, which `torch.chunk` has made of dimension 0."""
+    if axis.group is None:
+        return rows
+    per_rank = -(-shape[0] // axis.num_ranks)
+    sent = rows.new_zeros((per_rank, *shape[1:]))
+    sent[: len(rows)] = rows
+    gathered = rows.new_empty((per_rank * axis.num_ranks, *shape[1:]))
+    axis.all_gather(gathered, sent, async_op=False)
+    return gathered[: shape[0]]

@@ -1,0 +1,230 @@
+"""The class of a module that our `fully_shard` has sharded: torch's `FSDPModule`, with every method on our engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, warn_caller
+from megatron_fsdp.fsdp2.state import ShardState, set_state, state_of, with_factor
+
+
+class ShardedModule(FSDPModule):
+    """A module sharded in place; its class is a subclass of this and of what it was.
+
+    Methods are those of torch's `FSDPModule`; what differs is said at each.
+    """
+
+    _orig_cls_mro_index = 3
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a module of the class from before: containers build another one of their type for a slice."""
+        return cls.__mro__[cls._orig_cls_mro_index](*args, **kwargs)
+
+    def _get_fsdp_state(self) -> ShardState:  # type: ignore[override]
+        state = state_of(self)  # type: ignore[arg-type]
+        assert state is not None
+        return state
+
+    def _states(self, recurse: bool) -> Iterator[ShardState]:
+        modules = self.modules() if recurse else (self,)  # type: ignore[attr-defined]
+        seen: set[int] = set()
+        for module in modules:
+            if (state := state_of(module)) is not None and id(state) not in seen:
+                seen.add(id(state))
+                yield state
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """All-gather the module's own parameters and show the full ones. Collective.
+
+        Args:
+            async_op: Return a handle whose `wait` shows them.
+        """
+        handle = _Unsharding(self._get_fsdp_state())
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the module's own full parameters unless they are in use, and show the sharded ones."""
+        self._get_fsdp_state().reshard()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Free full parameters after forward, or keep them until the backward is over."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ConfigurationError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}; give True or False"
+            )
+        for state in self._states(recurse):
+            state.reshard_after_forward = reshard_after_forward
+            state.keep_gathered()
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Free full parameters after a backward, or keep them, as far as memory allows, until the weights change."""
+        for state in self._states(recurse):
+            state.reshard_after_backward = reshard_after_backward
+            state.keep_gathered()
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Check the modules: which units are gathered ahead follows the order of the pass before."""
+        _check_all_sharded(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Check the modules: which units are gathered ahead follows the order of the pass before."""
+        _check_all_sharded(modules)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Accept it: backwards that read no weights, of lookups, are found without it."""
+
+    # ---- gradients --------------------------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Reduce gradients in the next backwards, or keep full sums."""
+        for state in self._states(recurse):
+            state.mode.defer_all = not requires_gradient_sync
+            state.mode.auto_sync = True
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Reduce gradients over replicas in the next backwards, or within the shards' ranks only (HSDP)."""
+        for state in self._states(recurse):
+            state.mode.auto_sync = requires_all_reduce or len(state.plans.mesh.axes) == 1
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accept it: the end of each backward waits for its reductions, which it began."""
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of the gradients of all ranks by `factor` instead of their number."""
+        state = self._get_fsdp_state()
+        state.sharding = with_factor(state.sharding, factor)
+        for group in state.unit.groups if state.unit is not None else ():
+            group.change_sharding(lambda sharding: with_factor(sharding, factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do what `set_gradient_divide_factor` does, its name of today."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accept it: reductions are sums, and factors are applied apart, in any case."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Accept it: parameters without a gradient on this rank count as zero in any case."""
+
+    def reset_iter_state(self) -> None:
+        """Go on after an exception inside of a forward or backward; gradients that were on their way are dropped.
+
+        Raises:
+            ScheduleError: Called on a module that is not the root (a RuntimeError).
+        """
+        state = self._get_fsdp_state()
+        if not state.is_root:
+            raise RuntimeError("reset_iter_state() has to be called on the root; call it on the outermost module")
+        if (engine := state.engine) is not None:
+            engine.reset()
+            engine.forget_pending_gradients(param for group in engine.groups() for param in group.sharded)
+
+    # ---- tuning -----------------------------------------------------------------------------------------------------
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Accept it: all-gathers wait for what the current stream has done."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Warn: memory of the process group is a setting of the whole model here."""
+        _note("set_allocate_memory_from_process_group_for_comm", enable)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Warn: symmetric memory is a setting of the whole model here."""
+        _note("set_symm_mem_for_comm", backend)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:  # noqa: ARG002
+        """Warn: reductions stay on the group of the mesh."""
+        if enable:
+            _note("set_separate_reduce_scatter_group", enable)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:  # noqa: ARG002
+        """Warn: two units fill a bucket, or have one in reduction, at a time."""
+        _note("set_reduce_scatter_max_input_buffers", max_input_buffers)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        pass
+
+    def set_custom_all_gather(self, comm: object) -> NoReturn:
+        """Raise: collectives are the engine's."""
+        raise NotSupportedYetError(f"set_custom_all_gather({comm!r}): collectives are the engine's; leave it out")
+
+    def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
+        """Raise: collectives are the engine's."""
+        raise NotSupportedYetError(f"set_custom_reduce_scatter({comm!r}): collectives are the engine's; leave it out")
+
+    def set_all_reduce_hook(self, hook: object, *, stream: object = None) -> NoReturn:  # noqa: ARG002
+        """Raise: nothing is called with reduced gradients before they are set."""
+        raise NotSupportedYetError(
+            "set_all_reduce_hook: nothing is called with reduced gradients before they are set; change .grad after "
+            "backward, or register hooks on the parameters"
+        )
+
+    # ---- nn.Module --------------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        self.reshard()
+        return super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load as `nn.Module` does; after the first forward values are copied, also with `assign`."""
+        assign = assign and self._get_fsdp_state().unit is None
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
+
+    def __deepcopy__(self, _memo: Any) -> NoReturn:
+        raise AssertionError("a sharded module cannot be copied; copy the model before sharding it, or use state dicts")
+
+
+class _Unsharding(UnshardHandle):
+    """A running all-gather of one module's parameters."""
+
+    def __init__(self, state: ShardState) -> None:
+        self._state: ShardState | None = state
+        state.unshard()
+
+    def wait(self) -> None:
+        """Wait for the weights, and show the full parameters in the module."""
+        if self._state is not None:
+            self._state.show_unsharded()
+            self._state = None
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Check the modules: streams of communication are shared by all models of a device in any case."""
+    _check_all_sharded(modules)
+
+
+def _check_all_sharded(modules: Sequence[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ConfigurationError(f"an FSDPModule is wanted and {type(module).__name__} was given; shard it first")
+
+
+def _note(method: str, value: object) -> None:
+    warn_caller(f"{method}({value!r}) has no effect on this engine, which plans memory and groups for the whole model")
+
+
+@cache
+def sharded_class(kind: Any) -> Any:
+    """Return the class of a sharded module of a class."""
+    return type(f"FSDP{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
+
+
+def become_sharded(module: nn.Module, state: ShardState) -> None:
+    """Change the class of a module, and register the state where torch's `fully_shard.state` finds it."""
+    set_state(module, state)
+    module.__dict__.setdefault(STATE_KEY, {})[torch_fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
+    module.__dict__.setdefault(REGISTRY_KEY, {})[torch_fully_shard.__name__] = RegistryItem()
+    module.__class__ = sharded_class(type(module))

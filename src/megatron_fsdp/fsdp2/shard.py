@@ -1,0 +1,262 @@
+"""`fully_shard` with torch's signature: its arguments, and what they mean on this engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parameter import UninitializedParameter
+
+from megatron_fsdp.comm.streams import default_device, resolve_device
+from megatron_fsdp.config.engine_options import EngineOptions
+from megatron_fsdp.config.offload import resolve_offload
+from megatron_fsdp.config.precision import MixedPrecisionPolicy as Policy
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.engine.group_plan import Sharding, local_part, part_of
+from megatron_fsdp.engine.unit import Owner
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, warn_caller
+from megatron_fsdp.fsdp2.even import EvenParameter, even_shard
+from megatron_fsdp.fsdp2.module import become_sharded
+from megatron_fsdp.fsdp2.state import MeshPlans, ShardState, state_of
+from megatron_fsdp.sharding.placement import placements_for
+from megatron_fsdp.wrap.optimizer_checks import mark_replaced, replaced_name
+from megatron_fsdp.wrap.wrap import check_not_wrapped
+
+Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
+
+
+def fully_shard(
+    module: Modules,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    dp_mesh_dims: object = None,
+) -> Modules:
+    """Shard the parameters of a module in place, as `torch.distributed.fsdp.fully_shard` does; no communication.
+
+    Call it for inner modules first: a call takes the parameters that no earlier call has taken. Until the first
+    forward parameters are stock DTensors with torch's even cut, on the meta device, too; then, unit by unit, they are
+    cut again into the engine's flat buffers, and stay the same objects.
+
+    Args:
+        module: A module, or a list of modules that are gathered together. Its class becomes a subclass that is torch's
+            `FSDPModule`, too.
+        mesh: The data-parallel ranks: of one dimension, or of two (replicate, shard). None: all ranks, on the
+            accelerator if there is one.
+        reshard_after_forward: Free full parameters after forward, or keep them until the backward is over. None: free
+            them, but those of the root. A number of ranks counts as True.
+        shard_placement_fn: Its `Shard(dim)` are noted: flat buffers need no other dimension against padding.
+        mp_policy: torch's policy: dtypes of compute, reduction and results, and whether inputs are cast.
+        offload_policy: `CPUOffloadPolicy()` keeps weights, gradients and optimizer state in host memory.
+        ignored_params: Parameters that stay as they are.
+        dp_mesh_dims: Not supported.
+
+    Returns:
+        Its first argument.
+
+    Raises:
+        ConfigurationError: The module was sharded already, shares a parameter with one that was, is a container
+            without a forward, or an argument is out of range (a ValueError). Nothing has changed then.
+        NotSupportedYetError: A parameter has a mesh of its own, or `dp_mesh_dims` is given (a NotImplementedError).
+    """
+    modules: list[nn.Module] = [module] if isinstance(module, nn.Module) else list(module)
+    for each in modules:
+        _check_module(each)
+    if dp_mesh_dims is not None:
+        raise NotSupportedYetError(
+            "dp_mesh_dims: give mesh=mesh[names] of the data-parallel dimensions, and parameters as DTensors over the "
+            "tensor-parallel one"
+        )
+    mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    _check_policies(mp_policy, offload_policy)
+    mesh = _all_ranks() if mesh is None else mesh
+    _check_mesh(mesh)
+    ignored = frozenset(map(id, ignored_params or ()))
+    owned = list(_owned(modules, ignored))
+    _check_placements(shard_placement_fn, [param for _, param, _ in owned])
+    plans = MeshPlans.of(mesh, _tensor_parallel(param for _, param, _ in owned))
+    sharding = _sharding(plans, mp_policy, offload_policy, resolve_device(None, mesh.device_type))
+    resting = torch.device("cpu") if sharding.options.offload else sharding.device
+    reshards = _checked_reshard(reshard_after_forward, plans.mesh.axes[-1].num_ranks)
+    parts = [part_of(name, param, plans.mesh.tensor_parallel) for name, param, _ in owned]
+    shards = [even_shard(param, part, plans.mesh, resting) for (_, param, _), part in zip(owned, parts, strict=True)]
+    # Nothing can fail from here on.
+    params = [
+        EvenParameter(name, owners, part, local_part(param).shape)
+        for (name, param, owners), part in zip(owned, parts, strict=True)
+    ]
+    for even, shard, (name, param, _) in zip(params, shards, owned, strict=True):
+        if shard is not param:
+            mark_replaced(name, param)
+            even.set(shard)
+    state = ShardState(modules, params, _inner_states(modules), plans, sharding, mp_policy, reshards, ignored)
+    for each in modules:
+        _move_buffers(each, sharding.device)
+        for inside in each.modules():
+            inside.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)  # for dynamo
+        become_sharded(each, state)
+    return module
+
+
+fully_shard.state = torch_fully_shard.state  # type: ignore[attr-defined]  # as clients call it
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{module!r} is no module; give a torch.nn.Module or a list of them")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        raise ConfigurationError(
+            f"fully_shard does not support containers that do not implement forward: {type(module).__name__}; give "
+            "its modules, as a list to gather them together"
+        )
+    if state_of(module) is not None:
+        raise ConfigurationError(f"this {type(module).__name__} is sharded already; shard a module once")
+    for name, inner in module.named_modules():
+        state = state_of(inner)
+        if state is None:
+            if isinstance(inner, FSDPModule):
+                check_not_wrapped(inner)
+        elif state.root.unit is not None:
+            raise ConfigurationError(
+                f"{name} of {type(module).__name__} has run already, as the root of its own; shard all modules before "
+                "the first forward"
+            )
+
+
+def _check_policies(mp_policy: object, offload_policy: object) -> None:
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy={mp_policy!r} is no torch.distributed.fsdp.MixedPrecisionPolicy; give that")
+    if not isinstance(offload_policy, OffloadPolicy | None):
+        raise TypeError(f"offload_policy={offload_policy!r} is no OffloadPolicy; give CPUOffloadPolicy() or nothing")
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh={mesh!r} is not a DeviceMesh; give one, or nothing for all ranks")
+    if mesh.ndim not in (1, 2):
+        raise ConfigurationError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}; slice it by its names")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
+
+
+def _all_ranks() -> DeviceMesh:
+    if not dist.is_initialized():
+        dist.init_process_group()
+    return init_device_mesh(default_device().type, (dist.get_world_size(),))
+
+
+def _owned(modules: list[nn.Module], ignored: frozenset[int]) -> Iterator[tuple[str, nn.Parameter, tuple[Owner, ...]]]:
+    """Iterate over the parameters that a call takes: name, parameter and owners; each once."""
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter, nn.Module, str]]:
+        for attribute, param in module._parameters.items():
+            if param is not None and id(param) not in ignored:
+                yield prefix + attribute, param, module, attribute
+        for name, child in module._modules.items():
+            if child is not None and state_of(child) is None:
+                yield from walk(child, f"{prefix}{name}.")
+
+    found: dict[int, tuple[str, nn.Parameter, dict[tuple[int, str], Owner]]] = {}
+    for module in modules:
+        for name, param, owner, attribute in walk(module, f"{type(module).__name__}."):
+            _check_parameter(name, param)
+            _, _, owners = found.setdefault(id(param), (name, param, {}))
+            owners[id(owner), attribute] = Owner.of(owner, attribute)
+    return ((name, param, tuple(owners.values())) for name, param, owners in found.values())
+
+
+def _check_parameter(name: str, param: nn.Parameter) -> None:
+    if (taken := replaced_name(param)) is not None:
+        raise ConfigurationError(
+            f"{name} is tied to {taken}, which another call has sharded already, and would be two parameters from now "
+            "on; shard the modules that share it by one call: fully_shard([first, second])"
+        )
+    if isinstance(param, UninitializedParameter):
+        raise ConfigurationError(
+            f"{name} is not initialised yet; run one forward before sharding, so that lazy modules know their shapes"
+        )
+
+
+def _inner_states(modules: list[nn.Module]) -> list[ShardState]:
+    found = {id(state): state for each in modules for part in each.modules() if (state := state_of(part)) is not None}
+    return list(found.values())
+
+
+def _tensor_parallel(params: Iterator[nn.Parameter]) -> DeviceMesh | None:
+    """Return the mesh over which parameters are DTensors already; None if none is."""
+    return next((param.device_mesh for param in params if isinstance(param, DTensor)), None)
+
+
+def _check_placements(choose: Callable[[nn.Parameter], Any] | None, params: list[nn.Parameter]) -> None:
+    placements = [choose(param) for param in params] if choose is not None else []
+    for placement, param in zip(placements, params, strict=choose is not None):
+        if placement is not None and not isinstance(placement, Shard):
+            raise NotSupportedYetError(
+                f"shard_placement_fn returned a {type(placement).__name__}, which gives a parameter ranks of its own; "
+                "shard the module that holds it by a call with another mesh"
+            )
+        if placement is not None and not -param.ndim <= placement.dim < param.ndim:
+            raise ConfigurationError(
+                f"shard_placement_fn returned {placement} for a parameter of shape {tuple(param.shape)}; give one of "
+                "its dimensions"
+            )
+    if any(placement is not None and placement.dim for placement in placements):
+        warn_caller(
+            "shard_placement_fn has no effect here: parameters are parts of flat buffers, whose padding does not "
+            "depend on a dimension"
+        )
+
+
+def _sharding(
+    plans: MeshPlans, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy | None, device: torch.device
+) -> Sharding:
+    """Return the sharding of a call; calls with equal arguments share one, and so its layouts."""
+    strategy = ShardingStrategy.optim_grads_params
+    offload = resolve_offload(offload_policy, strategy)
+    key = (mp_policy.param_dtype, mp_policy.reduce_dtype, offload, device)
+    if key not in plans.shardings:
+        outer = ShardingStrategy.no_shard if len(plans.mesh.axes) > 1 else None
+        policy = Policy(main_params_dtype=None, grad_comm_dtype=mp_policy.reduce_dtype or mp_policy.param_dtype)
+        plans.shardings[key] = Sharding(
+            options=EngineOptions(policy=policy, offload=offload),
+            rank_mesh=plans.mesh,
+            placements=placements_for(strategy, outer),
+            device=device,
+            divisor=plans.mesh.num_ranks,
+            compute_dtype=mp_policy.param_dtype,
+        )
+    return plans.shardings[key]
+
+
+def _checked_reshard(given: object, num_ranks: int) -> bool | None:
+    if given is None or isinstance(given, bool):
+        return given
+    if not isinstance(given, int):
+        raise ConfigurationError(
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {given}"
+        )
+    if given < 1 or num_ranks % given:
+        raise ConfigurationError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {num_ranks}, not {given}"
+        )
+    if 1 < given < num_ranks:
+        warn_caller(f"reshard_after_forward={given} counts as True: weights are kept in one layout, over all ranks")
+    return given > 1
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                part._buffers[name] = buffer.to(device)

@@ -1,0 +1,336 @@
+"""`ShardState`: the state of the modules of one `fully_shard` call, from the call to the first forward and after it.
+
+`fully_shard` gives a module even shards (`even.py`). The first forward of any module of a tree finishes it: the root
+is the outermost sharded module, all units are cut into the engine's buffers, and the engine is made.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.utils import _apply_to_tensors
+
+from megatron_fsdp.comm.agreement import all_agree
+from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions, WeightAllocator
+from megatron_fsdp.engine.asked_gradients import answer_for_sharded_parameters
+from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.group_plan import Sharding
+from megatron_fsdp.engine.hooks import is_compiled_in_place, uncompiled
+from megatron_fsdp.engine.schedule import SyncMode
+from megatron_fsdp.engine.unit import Unit
+from megatron_fsdp.errors import ScheduleError
+from megatron_fsdp.fsdp2.even import EvenParameter
+from megatron_fsdp.hang.watch import log_if_asked
+from megatron_fsdp.optim.optimizer import watch_optimizers
+from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all, rank_mesh_of
+from megatron_fsdp.wrap.in_place import KnownPlans, finish_in_place, shard_in_place
+
+
+@dataclass(eq=False)
+class MeshPlans:
+    """The rank mesh of a device mesh, and what calls over it share: shardings and the plans of equal blocks."""
+
+    mesh: RankMesh
+    known: KnownPlans = field(default_factory=KnownPlans)
+    shardings: dict[object, Sharding] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, tensor_parallel: DeviceMesh | None) -> MeshPlans:
+        """Return the plans of a mesh, the same ones for as long as a module is sharded by them."""
+        key = (mesh, id(mesh.get_group(0)), tensor_parallel)
+        found = _PLANS.get(key)
+        if found is None:
+            found = _PLANS[key] = cls(rank_mesh_of(mesh, dict[str, Traffic](), tensor_parallel))
+        return found
+
+
+_PLANS: WeakValueDictionary[object, MeshPlans] = WeakValueDictionary()
+
+
+class ShardState:
+    """The state of one `fully_shard` call, which its modules share.
+
+    Members with an underscore in front are those of torch's state that clients reach for: pipeline schedules,
+    `register_fsdp_forward_method`, trainers.
+
+    Args:
+        modules: The modules of the call.
+        params: Their parameters.
+        inner: States of the sharded modules inside.
+        plans: What calls over the same ranks share.
+        sharding: Ranks, placements, dtypes and gradient factor.
+        policy: Dtypes of inputs and outputs.
+        reshard_after_forward: None: unless the module is the root.
+        ignored: Ids of parameters that stay as they are.
+    """
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        params: list[EvenParameter],
+        inner: list[ShardState],
+        plans: MeshPlans,
+        sharding: Sharding,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        ignored: frozenset[int],
+    ) -> None:
+        self.params = params
+        self.plans, self.sharding = plans, sharding
+        self.reshard_after_forward, self.reshard_after_backward = reshard_after_forward, True
+        self.mode = SyncMode()
+        self.unit: Unit | None = None  # from the first forward of its tree on
+        self._ignored = ignored
+        self._mp_policy = policy
+        self._modules = [weakref.ref(module) for module in modules]
+        self._around: weakref.ref[ShardState] | None = None
+        for state in inner:
+            if state._around is None:
+                state._around = weakref.ref(self)
+        for module in modules:
+            self._register_hooks(module)
+
+    # ---- the tree ---------------------------------------------------------------------------------------------------
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules of the call that are alive."""
+        return [module for reference in self._modules if (module := reference()) is not None]
+
+    @property
+    def root(self) -> ShardState:
+        """The state of the outermost sharded modules around these."""
+        around = None if self._around is None else self._around()
+        return self if around is None else around.root
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine; None before the first forward."""
+        return None if self.unit is None else self.unit.engine
+
+    @property
+    def is_root(self) -> bool:
+        """True if no sharded module is around these."""
+        return self.root is self
+
+    def finished(self) -> Engine:
+        """Return the engine of the tree, which is made now if it is not there yet. Collective, then.
+
+        Raises:
+            ScheduleError: Parameters are on the meta device (a RuntimeError).
+        """
+        root = self.root
+        return root._finish() if root.unit is None else self._live_engine()
+
+    def _live_engine(self) -> Engine:
+        engine = self.engine
+        if engine is None:
+            raise ScheduleError("the model that this module belonged to was deleted; keep it for as long as it is used")
+        return engine
+
+    def _finish(self) -> Engine:
+        states = list(self._all_states())
+        meshes = tuple({id(state.plans): state.plans.mesh for state in states}.values())
+        for rank_mesh in meshes:
+            connect_all_ranks(rank_mesh)
+        with all_agree("sharding modules", groups_reaching_all(meshes)):
+            meta = [each.name for state in states for each in state.params if each.held.is_meta]
+            if meta:
+                raise ScheduleError(
+                    f"{len(meta)} parameters are on the meta device (such as {meta[0]}); give them values before the "
+                    "first forward: model.to_empty(device=...) and an initialisation, or a checkpoint"
+                )
+        for state in reversed(states):  # inner ones first
+            state._shard()
+        allocator = WeightAllocator.RESIZE
+        options = EngineOptions(memory=MemoryOptions(allocator=allocator), offload=self.sharding.options.offload)
+        engine = finish_in_place(self.modules, options, SyncMode())
+        watch_optimizers(engine)
+        answer_for_sharded_parameters(engine)
+        log_if_asked(engine)
+        for state in states:
+            state._after_finish()
+        return engine
+
+    def _shard(self) -> None:
+        """Cut the parameters into the engine's buffers; those that an optimizer holds stay the same objects."""
+        objects = {}
+        for each in self.params:
+            held = each.held
+            whole = each.gather(self.plans.mesh.axes[-1], self.sharding.device)
+            objects[id(whole)] = held
+            each.set(whole)
+        grads = {id(held): held.grad for held in objects.values() if held.grad is not None}
+        unit = shard_in_place(self.modules, self.sharding, self.mode, self.plans.known, self._ignored, objects)
+        unit.stays_gathered = self.reshard_after_forward is False
+        for key, grad in grads.items():
+            group, index = unit.group_and_index[key]
+            group.sharded[index].grad = group.shard_like(index, grad.full_tensor())
+        self.unit = unit
+        self.params.clear()
+
+    def _after_finish(self) -> None:
+        self.keep_gathered()
+        if self.is_root and self.reshard_after_forward:
+            for module in self.modules:  # behind the engine's hook
+                module.register_forward_hook(lambda *_: self.reshard() if self.reshard_after_forward else None)
+
+    def keep_gathered(self) -> None:
+        """Tell the scheduler how long the unit stays gathered."""
+        if (engine := self.engine) is not None and self.unit is not None:
+            after_forward = self.reshard_after_forward is False
+            engine.scheduler.keep_gathered(self.unit.index, after_forward, not self.reshard_after_backward)
+
+    def unshard(self) -> None:
+        """Start to all-gather the weights. Collective."""
+        engine = self.finished()
+        assert self.unit is not None
+        if not engine.scheduler.in_forward and not engine.scheduler.in_backward:
+            engine.refresh_weights()
+            engine.executor.all_gather_outer()
+        engine.executor.run(engine.scheduler.prefetch_requested(self.unit.index))
+
+    def show_unsharded(self) -> None:
+        """Wait for the weights, and put the full parameters into the modules."""
+        engine = self.finished()
+        assert self.unit is not None
+        engine.executor.run(engine.scheduler.weights_requested(self.unit.index))
+        self.unit.to_unsharded()
+
+    def reshard(self) -> None:
+        """Put the sharded parameters into the modules, and free the full ones unless they are in use."""
+        if (engine := self.engine) is not None and self.unit is not None:
+            engine.executor.run(engine.scheduler.reshard_requested(self.unit.index))
+            self.unit.to_sharded()
+
+    # ---- forward ----------------------------------------------------------------------------------------------------
+
+    def _register_hooks(self, module: nn.Module) -> None:
+        """Have the first forward finish the tree, and every forward cast; before the engine's hooks are there."""
+        module.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
+        if is_compiled_in_place(module):
+            compiled: Any = module._compiled_call_impl
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if self.unit is None:
+                    self.finished()
+                    return module._compiled_call_impl(*args, **kwargs)  # type: ignore[misc]  # now inside the engine's
+                return compiled(*args, **kwargs)
+
+            module._compiled_call_impl = torch.compiler.disable(call, recursive=False)
+        else:
+            module.register_forward_pre_hook(uncompiled(self._on_first_forward), prepend=True)
+        module.register_forward_hook(self._cast_output)
+
+    def _on_first_forward(self, module: nn.Module, args: Any) -> None:
+        if self.unit is None:
+            self.finished()
+            self._hooks_of(module)[0](module, args)  # which this call does not see any more
+
+    def _hooks_of(self, module: nn.Module) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return the engine's hooks before and after a forward of a module."""
+        self.finished()
+        assert self.unit is not None
+        index = next(index for index, reference in enumerate(self._modules) if reference() is module)
+        return self.unit.forward_hooks[index]
+
+    def _cast_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        dtype = self._mp_policy.param_dtype
+        if dtype is None or not self._mp_policy.cast_forward_inputs:
+            return args, kwargs
+        return _apply_to_tensors(partial(_cast, dtype), args), _apply_to_tensors(partial(_cast, dtype), kwargs)
+
+    def _cast_output(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        dtype = self._mp_policy.output_dtype
+        return output if dtype is None else _apply_to_tensors(partial(_cast, dtype), output)
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Unshard before a method that `register_fsdp_forward_method` has named; return its inputs, cast."""
+        self._hooks_of(module)[0](module, args)
+        return self._cast_inputs(module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Reshard after such a method; return its results, cast."""
+        return self._hooks_of(module)[1](module, args, {}, self._cast_output(module, args, output))
+
+    # ---- what clients of torch's state reach for --------------------------------------------------------------------
+
+    def _lazy_init(self) -> None:
+        self.finished()
+
+    @property
+    def _is_root(self) -> bool | None:
+        return self.is_root if self.unit is not None else None
+
+    @property
+    def _state_ctx(self) -> ShardState:
+        return self.root
+
+    @property
+    def all_states(self) -> list[ShardState]:
+        """All states of the tree, the root's first."""
+        return list(self.root._all_states())
+
+    def _all_states(self) -> Iterator[ShardState]:
+        seen = set()
+        for root in self.modules:
+            for module in root.modules():
+                state = state_of(module)
+                if state is not None and id(state) not in seen:
+                    seen.add(id(state))
+                    yield state
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParameterGroupHandle]:
+        return [ParameterGroupHandle(self)] if self.params or (self.unit is not None and self.unit.groups) else []
+
+    @property
+    def _fsdp_param_group(self) -> ParameterGroupHandle | None:
+        return next(iter(self._fsdp_param_groups), None)
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._live_engine().finish_grad_sync()
+
+
+class ParameterGroupHandle:
+    """The members of torch's parameter group that pipeline schedules reach for."""
+
+    def __init__(self, state: ShardState) -> None:
+        self._training_state: object = None
+        self.mp_policy = state._mp_policy
+
+    def post_backward(self) -> None:
+        """Do nothing: `_root_post_backward_final_callback` of the root reduces all units."""
+
+
+def state_of(module: nn.Module) -> ShardState | None:
+    """Return the state of a module that our `fully_shard` has sharded; None for any other."""
+    found: ShardState | None = module.__dict__.get(_STATE)
+    return found
+
+
+def set_state(module: nn.Module, state: ShardState) -> None:
+    """Make a state that of a module."""
+    module.__dict__[_STATE] = state
+
+
+_STATE = "_fsdp2_state"
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def with_factor(sharding: Sharding, divisor: float) -> Sharding:
+    """Return a sharding whose gradients are the sum over ranks divided by `divisor`."""
+    return replace(sharding, divisor=divisor)
