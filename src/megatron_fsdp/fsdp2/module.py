@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
@@ -34,7 +34,7 @@ class ShardedModule(FSDPModule):
         return state
 
     def _states(self, recurse: bool) -> Iterator[ShardState]:
-        modules = self.modules() if recurse else (self,)  # type: ignore[attr-defined]
+        modules: Iterable[Any] = self.modules() if recurse else (self,)  # type: ignore[attr-defined]
         seen: set[int] = set()
         for module in modules:
             if (state := state_of(module)) is not None and id(state) not in seen:
@@ -227,4 +227,5 @@ def become_sharded(module: nn.Module, state: ShardState) -> None:
     set_state(module, state)
     module.__dict__.setdefault(STATE_KEY, {})[torch_fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
     module.__dict__.setdefault(REGISTRY_KEY, {})[torch_fully_shard.__name__] = RegistryItem()
-    module.__class__ = sharded_class(type(module))
+    kind: Any = type(module)
+    module.__class__ = sharded_class(kind)

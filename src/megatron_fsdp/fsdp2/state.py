@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
 from megatron_fsdp.comm.agreement import all_agree
@@ -175,15 +176,19 @@ class ShardState:
         unit.stays_gathered = self.reshard_after_forward is False
         for key, grad in grads.items():
             group, index = unit.group_and_index[key]
-            group.sharded[index].grad = group.shard_like(index, grad.full_tensor())
+            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            group.sharded[index].grad = group.shard_like(index, whole)
         self.unit = unit
         self.params.clear()
 
     def _after_finish(self) -> None:
         self.keep_gathered()
-        if self.is_root and self.reshard_after_forward:
-            for module in self.modules:  # behind the engine's hook
-                module.register_forward_hook(lambda *_: self.reshard() if self.reshard_after_forward else None)
+        for module in self.modules if self.is_root else ():  # behind the engine's hook
+            module.register_forward_hook(self._reshard_root)
+
+    def _reshard_root(self, *_unused: Any) -> None:
+        if self.reshard_after_forward:
+            self.reshard()
 
     def keep_gathered(self) -> None:
         """Tell the scheduler how long the unit stays gathered."""
