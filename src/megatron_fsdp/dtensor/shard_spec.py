@@ -76,6 +76,9 @@ class ShardSpec:
     def __hash__(self) -> int:
         return hash(self.description)
 
+    def __deepcopy__(self, _memo: object) -> ShardSpec:
+        return self  # it refers to process groups; staging of asynchronous saves copies what a tensor refers to
+
     @functools.cached_property
     def shape(self) -> torch.Size:
         """Shape of the global tensor."""

@@ -143,6 +143,10 @@ class UnevenDTensor(DTensor):
         _refuse_memory, ("numpy.asarray", "dlpack", "numpy", "share_memory_", "storage", "tolist", "untyped_storage")
     )
 
+    def data_ptr(self) -> int:
+        """Return 0: no memory holds all elements."""
+        return 0  # torch would give the offset of this rank's elements in their memory
+
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return this rank's elements; in backward, their gradient is this rank's gradient.
 

@@ -6,12 +6,13 @@ is the outermost sharded module, all units are cut into the engine's buffers, an
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.comm.axis import Traffic
@@ -33,6 +35,7 @@ from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.fsdp2.even import EvenParameter
 from megatron_fsdp.hang.watch import log_if_asked
 from megatron_fsdp.optim.optimizer import watch_optimizers
+from megatron_fsdp.optim.state_dict import cut_state
 from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all, rank_mesh_of
 from megatron_fsdp.wrap.in_place import KnownPlans, finish_in_place, shard_in_place
 
@@ -91,6 +94,7 @@ class ShardState:
         self.reshard_after_forward, self.reshard_after_backward = reshard_after_forward, True
         self.mode = SyncMode()
         self.unit: Unit | None = None  # from the first forward of its tree on
+        self.number = next(_NUMBERS)
         self._ignored = ignored
         self._mp_policy = policy
         self._modules = [weakref.ref(module) for module in modules]
@@ -100,6 +104,7 @@ class ShardState:
                 state._around = weakref.ref(self)
         for module in modules:
             self._register_hooks(module)
+        _unfinished().add(self)
 
     # ---- the tree ---------------------------------------------------------------------------------------------------
 
@@ -176,10 +181,11 @@ class ShardState:
         unit.stays_gathered = self.reshard_after_forward is False
         for key, grad in grads.items():
             group, index = unit.group_and_index[key]
-            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            group.sharded[index].grad = group.shard_like(index, whole)
+            full = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            group.sharded[index].grad = group.shard_like(index, full)
         self.unit = unit
         self.params.clear()
+        _unfinished().discard(self)
 
     def _after_finish(self) -> None:
         self.keep_gathered()
@@ -307,6 +313,27 @@ class ShardState:
         self._live_engine().finish_grad_sync()
 
 
+@cache
+def _unfinished() -> WeakSet[ShardState]:
+    """Register a global hook of torch's optimizers, once, and return the states that wait for their first forward.
+
+    A step before it finishes their trees: torch makes the state of optimizers by one, to load into.
+    """
+    states: WeakSet[ShardState] = WeakSet()
+
+    def before_step(optimizer: torch.optim.Optimizer, *_unused: Any) -> None:
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]} if states else set()
+        waiting = [state for state in states if any(id(each.held) in held for each in state.params)]
+        for state in sorted(waiting, key=lambda state: state.number):  # in one order on all ranks
+            if state.unit is None:
+                state.finished()
+        if waiting:
+            cut_state(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
+    return states
+
+
 class ParameterGroupHandle:
     """The members of torch's parameter group that pipeline schedules reach for."""
 
@@ -330,6 +357,7 @@ def set_state(module: nn.Module, state: ShardState) -> None:
 
 
 _STATE = "_fsdp2_state"
+_NUMBERS = itertools.count()  # calls are the same on all ranks, in one order
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ from megatron_fsdp.optim.local_step import (
     sharded_state,
     steps_locally,
 )
-from megatron_fsdp.optim.state_dict import Lost, as_held, as_saved, warn_of_thawed, with_blank_state
+from megatron_fsdp.optim.state_dict import Lost, as_held, as_saved, cut_state, warn_of_thawed, with_blank_state
 from megatron_fsdp.optim.step import Engines, ExchangingStep, Step, engine_of, params_of, without_parameter
 from megatron_fsdp.optim.step_in_backward import StepInBackward
 from megatron_fsdp.sharding.units import outside_of_blocks
@@ -685,10 +685,14 @@ def _watchers() -> weakref.WeakSet[Engine]:
     The hooks stay: a model may be collected while torch iterates over its hooks, which must not change then.
     """
     watchers: weakref.WeakSet[Engine] = weakref.WeakSet()
+    seen: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
 
     def before_step(optimizer: Optimizer, *_unused: Any) -> None:
         for watcher in tuple(watchers):
             watcher.check_step(optimizer)
+        if seen.get(optimizer) is not optimizer.state:  # torch sets another one when it loads
+            cut_state(optimizer)
+            seen[optimizer] = optimizer.state
 
     def after_step(optimizer: Optimizer, *_unused: Any) -> None:
         if isinstance(optimizer, LocalView):

@@ -132,6 +132,16 @@ def _with_shards(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     return {**state_dict, "state": state}
 
 
+def cut_state(optimizer: Optimizer) -> None:
+    """Cut the state of an optimizer as its parameters are, in place, where a load has left it whole or cut evenly.
+
+    Collective for state that is cut otherwise.
+    """
+    for param, state in optimizer.state.items():
+        if isinstance(param, UnevenDTensor):
+            state.update({key: _cut_as(param, key, value) for key, value in state.items()})
+
+
 def _cut_as(param: DTensor, key: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or key == STEP_KEY:
         return value
