@@ -149,7 +149,12 @@ class ShardState:
         meshes = tuple({id(state.plans): state.plans.mesh for state in states}.values())
         for rank_mesh in meshes:
             connect_all_ranks(rank_mesh)
-        with all_agree("sharding modules", groups_reaching_all(meshes)):
+        with all_agree("sharding modules", groups_reaching_all(meshes)) as facts:
+            facts |= {
+                f"parameter {each.name} of call {number}": f"{tuple(each.held.shape)} {each.held.dtype}"
+                for number, state in enumerate(states)
+                for each in state.params
+            }
             meta = [each.name for state in states for each in state.params if each.held.is_meta]
             if meta:
                 raise ScheduleError(

@@ -1,0 +1,481 @@
+"""PyTorch's `fully_shard` on our engine, beside torch's own and one process on the whole batch."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, ScheduleError
+from megatron_fsdp.fsdp2 import FSDPModule, fully_shard, install, register_fsdp_forward_method
+from megatron_fsdp.wrap.in_place import engine_of_module
+from tests.support.on_ranks import fixed_seed, on_ranks
+from tests.support.zoo import TinyTransformer, make_token_batch, token_loss
+
+SAMPLES = 12
+
+Noted = list[Tensor]
+
+
+def build(**options: Any) -> TinyTransformer:
+    with fixed_seed(0):
+        return TinyTransformer(**options)
+
+
+def shard(model: Any, by: Callable[..., Any] = fully_shard, **options: Any) -> Any:
+    """Shard as torchtitan does: blocks, the last two as a list, the root."""
+    for block in model.blocks:
+        by(block, **options)
+    by(
+        [model.norm, model.head] if model.head.weight is not model.tokens.weight else [model.tokens, model.head],
+        **options,
+    )
+    return by(model, **options)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(
+    model: Any,
+    is_sharded: bool,
+    optimizer: torch.optim.Optimizer | None = None,
+    before: Callable[[Any, bool], object] | None = None,
+    data_ranks: int = 0,
+) -> Noted:
+    """Three steps of two microbatches: losses, gradients, norms and weights, whole."""
+    optimizer = sgd(model) if optimizer is None else optimizer
+    ranks = data_ranks or dist.get_world_size()
+    rank, noted = dist.get_rank() // (dist.get_world_size() // ranks), Noted()
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(3):
+        for number in range(2):
+            batch = make_token_batch(SAMPLES, generator)
+            if before is not None:
+                before(model, number == 1)
+            mine = batch.part(rank, ranks) if is_sharded else batch
+            loss = token_loss(model, mine) / 2
+            loss.backward()
+            total = loss.detach().clone()
+            if is_sharded:
+                dist.all_reduce(total)
+                total /= dist.get_world_size()
+            noted.append(total)
+        noted += [whole(param.grad) for param in model.parameters()]
+        noted.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        noted += [whole(param) for param in model.parameters()]
+    return noted
+
+
+def assert_same(found: Noted, wanted: Noted, **tolerance: float) -> None:
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        torch.testing.assert_close(one, other, msg=lambda text, number=number: f"{number}: {text}", **tolerance)
+
+
+def hybrid() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+
+
+def sync(model: Any, is_last: bool) -> None:
+    model.set_requires_gradient_sync(is_last)
+
+
+def all_reduce(model: Any, is_last: bool) -> None:
+    model.set_requires_all_reduce(is_last)
+
+
+def sync_blocks(model: Any, is_last: bool) -> None:
+    for block in model.blocks:
+        block.set_requires_gradient_sync(is_last, recurse=False)
+
+
+def always(_model: Any, _is_last: bool) -> None:
+    """Sync each backward, as without a word."""
+
+
+CASES: dict[str, tuple[dict[str, Any], Callable[[Any, bool], object]]] = {
+    "plain": ({}, always),
+    "accumulation": ({}, sync),
+    "accumulation in blocks": ({}, sync_blocks),
+    "kept gathered": ({"reshard_after_forward": False}, always),
+    "resharded, the root, too": ({"reshard_after_forward": True}, sync),
+    "changed while it runs": (
+        {},
+        lambda model, last: (model.set_reshard_after_forward(last), model.set_reshard_after_backward(last)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@on_ranks()
+def test_training_is_one_process(case: str) -> None:
+    options, before = CASES[case]
+    assert_same(train(shard(build(), **options), True, before=before), train(build(), False))
+
+
+@pytest.mark.parametrize("before", [always, sync, all_reduce])
+@on_ranks(4)
+def test_hybrid_meshes_are_one_process(before: Callable[[Any, bool], object]) -> None:
+    assert_same(train(shard(build(), mesh=hybrid()), True, before=before), train(build(), False))
+
+
+@on_ranks(2)
+def test_tied_weights_in_a_list_are_one_process() -> None:
+    assert_same(train(shard(build(tied=True)), True), train(build(tied=True), False))
+
+
+@pytest.mark.parametrize("policy", [{}, {"reduce_dtype": torch.float32, "output_dtype": torch.float32}])
+@on_ranks(2)
+def test_mixed_precision_is_that_of_torch(policy: dict[str, torch.dtype]) -> None:
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, **policy)}
+    ours, theirs = shard(build(), **options), shard(build(), torch_fully_shard, **options)
+    seen: list[torch.dtype] = []
+    ours.blocks[1].register_forward_pre_hook(
+        lambda module, args: seen.extend((args[0].dtype, module.mlp.up.weight.dtype))
+    )
+    assert_same(
+        train(ours, True), train(theirs, True), rtol=1e-2, atol=2e-3
+    )  # sums of two bfloat16 gradients, in another order
+    assert set(seen) == {torch.bfloat16}
+    assert {param.dtype for param in ours.parameters()} == {torch.float32}
+
+
+@on_ranks(2)
+def test_offload_changes_nothing() -> None:
+    assert_same(
+        train(shard(build(), offload_policy=CPUOffloadPolicy()), True), train(shard(build()), True), rtol=0, atol=0
+    )
+
+
+@on_ranks(4)
+def test_tensor_parallel_parameters_are_one_process() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = build()
+    for block in model.blocks:
+        parallelize_module(block.mlp, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    shard(model, mesh=mesh["dp"])
+    before = model.blocks[0].mlp.up.weight
+    assert before.full_tensor().equal(build().blocks[0].mlp.up.weight)
+    assert_same(train(model, True, data_ranks=2), train(build(), False))
+
+
+@on_ranks(2)
+def test_the_sum_is_divided_by_the_given_factor() -> None:
+    model = shard(build())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    reference, batch = build(), make_token_batch(SAMPLES, torch.Generator().manual_seed(7))
+    token_loss(model, batch.part(dist.get_rank(), 2)).backward()
+    for part in range(2):
+        token_loss(reference, batch.part(part, 2)).backward()
+    for param, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad)
+
+
+# ---- the time before the first forward ------------------------------------------------------------------------------
+
+
+@on_ranks(3)
+def test_parameters_rest_as_torch_cuts_them_and_stay_the_same_objects() -> None:
+    ours, theirs = shard(build()), shard(build(), torch_fully_shard)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert type(one) is type(other)
+        assert one.placements == other.placements
+        assert one.to_local().equal(other.to_local())
+    held = list(ours.parameters())
+    optimizer = sgd(ours)
+    assert_same(train(ours, True, optimizer), train(build(), False))
+    assert all(
+        one is other and isinstance(one, UnevenDTensor) for one, other in zip(held, ours.parameters(), strict=True)
+    )
+
+
+def to_empty(model: Any, source: nn.Module) -> None:
+    """torchtitan, Lightning: memory first, values in place."""
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), source.parameters(), strict=True):
+            local = torch.distributed.tensor.distribute_tensor(value.detach(), param.device_mesh, param.placements)
+            param.copy_(local)
+
+
+def by_assignment(model: Any, source: nn.Module) -> None:
+    """accelerate, torchtune: a state dict of DTensors that torch has cut."""
+    empty = model.state_dict()
+    cut = {
+        name: torch.distributed.tensor.distribute_tensor(value, empty[name].device_mesh, empty[name].placements)
+        for name, value in source.state_dict().items()
+    }
+    model.load_state_dict(cut, assign=True)
+
+
+def by_setting(model: Any, source: nn.Module) -> None:
+    """transformers: a new parameter for each of the old ones."""
+    for name, param in list(model.named_parameters()):
+        owner, _, attribute = name.rpartition(".")
+        value = source.get_parameter(name).detach()
+        chunks, rank = value.chunk(dist.get_world_size()), dist.get_rank()
+        local = chunks[rank] if rank < len(chunks) else value[:0]
+        assert local.shape == param._local_tensor.shape
+        made = DTensor.from_local(
+            local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride(), run_check=False
+        )
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(made))
+
+
+@pytest.mark.parametrize("fill", [to_empty, by_assignment, by_setting])
+@on_ranks(3)
+def test_meta_parameters_are_filled_as_clients_do(fill: Callable[[Any, nn.Module], None]) -> None:
+    with torch.device("meta"):
+        model = TinyTransformer()
+    shard(model)
+    with pytest.raises(ScheduleError, match=r"16 parameters|parameters are on the meta device"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+    fill(model, build())
+    assert_same(train(model, True), train(build(), False))
+
+
+@on_ranks(2)
+def test_a_rank_with_values_joins_ranks_with_empty_memory() -> None:
+    """verl: rank 0 has the model, the others have it on the meta device, and a state dict is broadcast."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    source = build()
+    model: Any = copy.deepcopy(source)
+    if dist.get_rank():
+        model = model.to("meta")
+    shard(model)
+    model = model.to("cpu") if dist.get_rank() == 0 else model.to_empty(device="cpu")
+    full = source.state_dict() if dist.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full, options=options)
+    assert_same(train(model, True), train(build(), False))
+
+
+# ---- calls between forwards -----------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_unshard_and_reshard_show_one_module() -> None:
+    model, source = shard(build()), build()
+    block = model.blocks[1]
+    handle = block.unshard(async_op=True)
+    handle.wait()
+    for param, wanted in zip(block.parameters(), source.blocks[1].parameters(), strict=True):
+        assert not isinstance(param, DTensor)
+        assert param.equal(wanted)
+    assert isinstance(model.blocks[0].mlp.up.weight, DTensor)
+    block.reshard()
+    model.unshard()
+    assert model.positions.weight.equal(source.positions.weight)
+    assert isinstance(block.mlp.up.weight, DTensor)
+    model.reshard()
+    assert isinstance(model.positions.weight, DTensor)
+    assert_same(train(model, True), train(source, False))
+
+
+@on_ranks(2)
+def test_a_method_is_a_forward() -> None:
+    model, source = shard(build()), build()
+    register_fsdp_forward_method(model, "embed")
+    tokens = torch.arange(6).view(2, 3)
+    assert model.embed(tokens).equal(source.embed(tokens))
+    assert isinstance(model.tokens.weight, DTensor)
+
+
+@on_ranks(2)
+def test_reset_goes_on_after_an_exception() -> None:
+    model = shard(build())
+    handle = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.zeros(1, 4, dtype=torch.long))
+    handle.remove()
+    model.reset_iter_state()
+    assert_same(train(model, True), train(build(), False))
+    with pytest.raises(RuntimeError, match="root"):
+        model.blocks[0].reset_iter_state()
+
+
+@on_ranks(2)
+def test_pipeline_schedules_reduce_at_their_end() -> None:
+    """What torch's schedules do around the microbatches of a stage."""
+    model, source = shard(build()), build()
+    batch = make_token_batch(SAMPLES, torch.Generator().manual_seed(7))
+    model.set_is_last_backward(False)
+    model.set_reshard_after_backward(False)
+    model.set_requires_gradient_sync(False)
+    mine = batch.part(dist.get_rank(), 2)
+    for part in range(2):
+        token_loss(model, mine.part(part, 2)).backward()
+    assert all(param.grad is None for param in model.parameters())
+    model.set_requires_gradient_sync(True)
+    state = torch_fully_shard.state(model)  # type: ignore[attr-defined]
+    for each in state._state_ctx.all_states:
+        for group in each._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
+    for part in range(4):
+        (token_loss(source, batch.part(part, 4)) / 2).backward()
+    for param, wanted in zip(model.parameters(), source.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad)
+
+
+@on_ranks(2)
+def test_moves_are_no_moves_or_refused() -> None:
+    model = shard(build())
+    train(model, True)
+    before = [whole(param) for param in model.parameters()]
+    assert model.to("cpu") is model
+    assert model.cpu() is model
+    assert all(one.equal(whole(param)) for one, param in zip(before, model.parameters(), strict=True))
+    for change in (lambda: model.to(torch.bfloat16), lambda: model.half()):
+        with pytest.raises(ConfigurationError, match="cannot be moved or cast"):
+            change()
+    with pytest.raises(ConfigurationError, match="cannot be given other memory"):
+        model.to_empty(device="cpu")
+
+
+# ---- the class, and what is refused ---------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_the_class_is_that_of_torch() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    assert isinstance(model, FSDPModule)
+    assert isinstance(model, nn.Sequential)
+    assert type(model).__name__ == "FSDPSequential"
+    assert type(model[:1]) is nn.Sequential
+    assert torch_fully_shard.state(model) is model._get_fsdp_state() is fully_shard.state(model)  # type: ignore[attr-defined]
+    assert torch_fully_shard.state(model[0]) is None  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError):
+        copy.deepcopy(model)
+
+
+def refusals() -> Iterator[tuple[str, type[Exception], str, Callable[[TinyTransformer], object]]]:
+    twice = "sharded already; shard a module once"
+    yield "twice", ConfigurationError, twice, lambda model: fully_shard(fully_shard(model))
+    yield "ours, then torch's", AssertionError, "already been applied", lambda m: torch_fully_shard(fully_shard(m))
+    yield "torch's, then ours", ConfigurationError, r"sharded by FSDP2", lambda m: fully_shard(torch_fully_shard(m))
+    yield "a container", ConfigurationError, "containers", lambda model: fully_shard(model.blocks)
+    yield "no module", TypeError, "is no module", lambda _: fully_shard([3])  # type: ignore[list-item]
+    yield "custom collectives", NotSupportedYetError, "engine's", lambda m: fully_shard(m).set_custom_all_gather(1)  # type: ignore[attr-defined]
+    cube = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
+    yield "three dimensions", ConfigurationError, "1D or 2D", lambda model: fully_shard(model, mesh=cube)
+    yield "a factor", ConfigurationError, "factor of 2", lambda model: fully_shard(model, reshard_after_forward=3)
+    yield "another policy", TypeError, "mp_policy", lambda model: fully_shard(model, mp_policy="bf16")  # type: ignore[arg-type]
+    yield (
+        "no dimension",
+        ConfigurationError,
+        "one of its dimensions",
+        lambda model: fully_shard(model, shard_placement_fn=lambda _: Shard(5)),
+    )
+    yield (
+        "no module to prefetch",
+        ConfigurationError,
+        "FSDPModule",
+        lambda model: fully_shard(model).set_modules_to_forward_prefetch([nn.Linear(1, 1)]),
+    )  # type: ignore[attr-defined]
+
+
+SHARDED_BEFORE = ("twice", "ours, then torch's", "torch's, then ours", "custom collectives", "no module to prefetch")
+
+
+@on_ranks(2)
+def test_bad_input_is_one_sentence_and_changes_nothing() -> None:
+    for name, kind, words, act in refusals():
+        model = build()
+        with pytest.raises(kind, match=words):
+            act(model)
+        if name not in (
+            "twice",
+            "ours, then torch's",
+            "torch's, then ours",
+            "custom collectives",
+            "no module to prefetch",
+        ):
+            assert type(model) is TinyTransformer, name
+            assert not any(isinstance(param, DTensor) for param in model.parameters()), name
+
+
+@on_ranks(2)
+def test_tied_parameters_of_two_calls_are_refused() -> None:
+    model = build(tied=True)
+    fully_shard(model.head)
+    with pytest.raises(ConfigurationError, match=r"tied to Linear.weight.*fully_shard\(\[first, second\]\)"):
+        fully_shard(model)
+
+
+@on_ranks(2)
+def test_a_root_above_one_that_has_run_is_refused() -> None:
+    model = build()
+    fully_shard(model.head)(torch.zeros(1, 16))
+    with pytest.raises(ConfigurationError, match=r"head of TinyTransformer has run already"):
+        fully_shard(model)
+
+
+@on_ranks(2)
+def test_ranks_that_shard_other_units_hear_of_it() -> None:
+    model = build()
+    if dist.get_rank():
+        fully_shard(model.head)
+    fully_shard(model)
+    with pytest.raises(ConfigurationError, match="parameter"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+
+
+@on_ranks(2)
+def test_ignored_parameters_stay_plain() -> None:
+    model = build()
+    ignored = {model.head.weight}
+    shard(model, ignored_params=ignored)
+    assert type(model.head.weight) is nn.Parameter
+    model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    assert type(model.head.weight.grad) is Tensor
+    assert isinstance(model.norm.weight.grad, DTensor)
+
+
+@on_ranks(1)
+def test_install_rebinds_and_restores() -> None:
+    import torch.distributed._composable.fsdp as composable
+    import torch.distributed.fsdp as fsdp
+
+    with install():
+        assert fsdp.fully_shard is composable.fully_shard is fully_shard
+        with pytest.raises(ConfigurationError, match="installed already"):
+            install()
+    assert fsdp.fully_shard is composable.fully_shard is torch_fully_shard
+
+
+@on_ranks(2)
+def test_a_deleted_model_frees_its_engine() -> None:
+    import gc
+    import weakref
+
+    model = shard(build())
+    train(model, True)
+    engine = weakref.ref(engine_of_module(model))
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert engine() is None
+    finally:
+        gc.enable()
