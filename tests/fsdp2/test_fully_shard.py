@@ -327,7 +327,7 @@ def test_pipeline_schedules_reduce_at_their_end() -> None:
         token_loss(model, mine.part(part, 2)).backward()
     assert all(param.grad is None for param in model.parameters())
     model.set_requires_gradient_sync(True)
-    state = torch_fully_shard.state(model)  # type: ignore[attr-defined]
+    state = torch_fully_shard.state(model)
     for each in state._state_ctx.all_states:
         for group in each._fsdp_param_groups:
             group.post_backward()
@@ -363,8 +363,8 @@ def test_the_class_is_that_of_torch() -> None:
     assert isinstance(model, nn.Sequential)
     assert type(model).__name__ == "FSDPSequential"
     assert type(model[:1]) is nn.Sequential
-    assert torch_fully_shard.state(model) is model._get_fsdp_state() is fully_shard.state(model)  # type: ignore[attr-defined]
-    assert torch_fully_shard.state(model[0]) is None  # type: ignore[attr-defined]
+    assert torch_fully_shard.state(model) is model._get_fsdp_state() is fully_shard.state(model)
+    assert torch_fully_shard.state(model[0]) is None
     with pytest.raises(AssertionError):
         copy.deepcopy(model)
 
@@ -372,15 +372,20 @@ def test_the_class_is_that_of_torch() -> None:
 def refusals() -> Iterator[tuple[str, type[Exception], str, Callable[[TinyTransformer], object]]]:
     twice = "sharded already; shard a module once"
     yield "twice", ConfigurationError, twice, lambda model: fully_shard(fully_shard(model))
-    yield "ours, then torch's", AssertionError, "already been applied", lambda m: torch_fully_shard(fully_shard(m))
+    yield (
+        "ours, then torch's",
+        ConfigurationError,
+        "leave torch's fully_shard out",
+        lambda m: torch_fully_shard(fully_shard(m)),
+    )
     yield "torch's, then ours", ConfigurationError, r"sharded by FSDP2", lambda m: fully_shard(torch_fully_shard(m))
     yield "a container", ConfigurationError, "containers", lambda model: fully_shard(model.blocks)
-    yield "no module", TypeError, "is no module", lambda _: fully_shard([3])  # type: ignore[list-item]
-    yield "custom collectives", NotSupportedYetError, "engine's", lambda m: fully_shard(m).set_custom_all_gather(1)  # type: ignore[attr-defined]
+    yield "no module", TypeError, "is no module", lambda _: fully_shard([3])
+    yield "custom collectives", NotSupportedYetError, "engine's", lambda m: fully_shard(m).set_custom_all_gather(1)
     cube = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
     yield "three dimensions", ConfigurationError, "1D or 2D", lambda model: fully_shard(model, mesh=cube)
     yield "a factor", ConfigurationError, "factor of 2", lambda model: fully_shard(model, reshard_after_forward=3)
-    yield "another policy", TypeError, "mp_policy", lambda model: fully_shard(model, mp_policy="bf16")  # type: ignore[arg-type]
+    yield "another policy", TypeError, "mp_policy", lambda model: fully_shard(model, mp_policy="bf16")
     yield (
         "no dimension",
         ConfigurationError,
@@ -392,7 +397,7 @@ def refusals() -> Iterator[tuple[str, type[Exception], str, Callable[[TinyTransf
         ConfigurationError,
         "FSDPModule",
         lambda model: fully_shard(model).set_modules_to_forward_prefetch([nn.Linear(1, 1)]),
-    )  # type: ignore[attr-defined]
+    )
 
 
 SHARDED_BEFORE = ("twice", "ours, then torch's", "torch's, then ours", "custom collectives", "no module to prefetch")

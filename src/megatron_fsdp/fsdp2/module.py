@@ -8,12 +8,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, warn_caller
 from megatron_fsdp.fsdp2.state import ShardState, set_state, state_of, with_factor
+from megatron_fsdp.wrap.shard_unit import refuse_torch
 
 
 class ShardedModule(FSDPModule):
@@ -226,6 +227,6 @@ def become_sharded(module: nn.Module, state: ShardState) -> None:
     """Change the class of a module, and register the state where torch's `fully_shard.state` finds it."""
     set_state(module, state)
     module.__dict__.setdefault(STATE_KEY, {})[torch_fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
-    module.__dict__.setdefault(REGISTRY_KEY, {})[torch_fully_shard.__name__] = RegistryItem()
+    refuse_torch(module)
     kind: Any = type(module)
     module.__class__ = sharded_class(kind)
