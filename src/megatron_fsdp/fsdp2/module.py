@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, warn_caller
 from megatron_fsdp.fsdp2.state import ShardState, set_state, state_of, with_factor
-from megatron_fsdp.wrap.shard_unit import refuse_torch
+from megatron_fsdp.wrap.shard_unit import AppliedInterfaces, refuse_torch
 
 
 class ShardedModule(FSDPModule):
@@ -226,7 +226,9 @@ def sharded_class(kind: Any) -> Any:
 def become_sharded(module: nn.Module, state: ShardState) -> None:
     """Change the class of a module, and register the state where torch's `fully_shard.state` finds it."""
     set_state(module, state)
-    module.__dict__.setdefault(STATE_KEY, {})[torch_fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
+    states = module.__dict__.pop(STATE_KEY, {})
+    states[torch_fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
+    module.__dict__[STATE_KEY] = AppliedInterfaces(states)
     refuse_torch(module)
     kind: Any = type(module)
     module.__class__ = sharded_class(kind)

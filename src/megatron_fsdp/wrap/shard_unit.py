@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -97,7 +97,7 @@ def shard_unit(
     return unit
 
 
-class _Sharded(dict[str, object]):
+class AppliedInterfaces(dict[Any, object]):
     """The composable interfaces of torch that were applied to a sharded module, which torch asks before the next one.
 
     Its `fully_shard` would take sharded parameters for tensor-parallel ones.
@@ -105,7 +105,7 @@ class _Sharded(dict[str, object]):
 
     def __contains__(self, interface: object) -> bool:
         """Raise if torch's `fully_shard` asks."""
-        if interface == "fully_shard":
+        if getattr(interface, "__name__", interface) == "fully_shard":
             raise ConfigurationError(
                 "this module is sharded by megatron_fsdp already; leave torch's fully_shard out, or call it instead"
             )
@@ -115,7 +115,7 @@ class _Sharded(dict[str, object]):
 def refuse_torch(module: nn.Module) -> None:
     """Have torch's `fully_shard` of a sharded module, and of those inside, raise before it changes anything."""
     for part in module.modules():
-        part.__dict__.setdefault(REGISTRY_KEY, _Sharded())
+        part.__dict__.setdefault(REGISTRY_KEY, AppliedInterfaces())
 
 
 def _quantizer(
