@@ -3,13 +3,11 @@
 import os
 import subprocess
 import sys
-from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 
 from tests.support.source_tree import ROOT
-from tests.support.tiers import covering
 
 CONFTEST = """
 from tests.support.tiers import leave_out_full
@@ -56,15 +54,3 @@ def test_cases_are_left_out_as_marked(tmp_path: Path) -> None:
 )
 def test_wrong_marks_are_told(tmp_path: Path, marked: str, said: str) -> None:
     assert said in collected(tmp_path, marked)
-
-
-@pytest.mark.parametrize("strength", [1, 2])
-def test_a_covering_array_holds_every_combination_in_few_rows(strength: int) -> None:
-    rows = [dict(zip("abc", values, strict=True)) for values in product(range(4), range(3), "xyz")]
-
-    def held(positions: list[int]) -> set[object]:
-        return {pair for position in positions for pair in combinations(sorted(rows[position].items()), strength)}
-
-    chosen = covering(rows, strength)
-    assert held(chosen) == held(list(range(len(rows))))
-    assert len(chosen) <= {1: 4, 2: 15}[strength]

@@ -22,9 +22,7 @@ from benchmarks.contenders import (
     build_contender,
 )
 from benchmarks.operators import Moved
-from benchmarks.page import comparison_table, notes
 from benchmarks.report import LiveBytes, RankReading, RunReading, disagreements, document
-from benchmarks.worker import turns
 from benchmarks.workloads import WORKLOADS
 from megatron_fsdp import optional_packages
 from megatron_fsdp.comm.axis import Traffic
@@ -169,10 +167,6 @@ def test_deepspeed_takes_no_part_where_it_is_not_installed_or_not_all_is_float32
             build_contender(DEEPSPEED_HOST, setting)
 
 
-def test_turns_rotate_and_reverse() -> None:
-    assert [turns(3, index) for index in range(4)] == [[0, 1, 2], [2, 1, 0], [1, 2, 0], [0, 2, 1]]
-
-
 def told(one: RunReading) -> dict[str, dict[str, Any]]:
     """The contenders of a document, by name."""
     request, _ = parse(["--device", "cpu", "--contenders", "fsdp2", "ddp"])
@@ -196,40 +190,3 @@ def test_wrong_losses_are_named_and_the_floor_is_left_out() -> None:
     found = disagreements(reading(floor=(9.0, 9.0), ddp=(2.0, 1.0), fsdp2=(2.0, 1.001)), 1e-6)
     assert list(found) == ["fsdp2"]
     assert found["fsdp2"].startswith("loss 2.001 at step 1, one process on the whole batch has 2")
-
-
-def test_who_disagrees_is_shown_without_speeds() -> None:
-    one = reading(floor=(2.0, 1.0), ddp=(2.0, 1.0), fsdp2=(2.0, 1.001))
-    one.absent["ddp-zero"] = "not here"
-    by_name = told(one)
-    found = {"contenders": [*by_name.values()], "absent": one.absent, "parameter_numel": 100}
-    assert by_name["fsdp2"]["wall_s"] is None
-    assert by_name["fsdp2"]["wall_over"] == {}
-    assert list(by_name["ddp"]["wall_over"]) == ["floor", "ddp"]
-    rows = [line for line in comparison_table({"run": found}).splitlines() if line.startswith("| run | fsdp2")]
-    assert rows[0] == "| run | fsdp2 | - | - | - | - | - | - |"
-    assert rows[1].startswith("| run | fsdp2 | 0.0 | 0.0 | 1.00 |")
-    assert notes({"run": found}).splitlines() == [
-        f"- run, fsdp2: no speed, since {by_name['fsdp2']['disagrees']}",
-        "- ddp-zero took no part in run: not here",
-    ]
-
-
-def test_nan_is_not_agreement() -> None:
-    assert len(disagreements(reading(ddp=(float("nan"), 1.0)), 1e-6)) == 1
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--steps 0",
-        "--contenders horovod",
-        "--dtype float8",
-        "--bucket-mib 0",
-    ],
-)
-def test_impossible_arguments_are_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        parse(arguments.split())
-    assert stopped.value.code == 2
-    assert arguments.split()[0] in capsys.readouterr().err

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.cli import output
 from megatron_fsdp.cli.checkpoint import inspector
 from megatron_fsdp.cli.main import main
@@ -71,45 +70,6 @@ def test_group_meta_is_hidden_unless_asked_for(mfsdp: Mfsdp, tmp_path: Path) -> 
         assert out.count("\noptimizer.param_to_group_meta") == 6
 
 
-def test_inspect_json_and_problems(mfsdp: Mfsdp, tmp_path: Path) -> None:
-    folder = builders.save_torch_dist(tmp_path / "a", "G2")
-    (folder.path / "metadata.json").unlink()
-    status, out, _ = mfsdp("inspect", tmp_path / "a", "--json")
-    assert status == 1
-    (problem,) = json.loads(out)["problems"]
-    assert problem.startswith("metadata.json is missing: a torch_dist checkpoint has it, and it is written last")
-
-
-def test_show(mfsdp: Mfsdp, tmp_path: Path) -> None:
-    builders.save({"w": torch.arange(12.0).reshape(3, 4), "o": {"x": 1}}, tmp_path / "a")
-    status, out, _ = mfsdp("inspect", tmp_path / "a", "w", "--slice", "1:,:2", "--json")
-    assert status == 0
-    assert json.loads(out)["values"] == [[4.0, 5.0], [8.0, 9.0]]
-    _, out, _ = mfsdp("print-tensor", tmp_path / "a", "w")
-    assert "float32 (3, 4), 48 B" in out
-    _, out, _ = mfsdp("inspect", tmp_path / "a", "o.x", "--json")
-    assert json.loads(out)["value"] == 1
-    status, _, err = mfsdp("inspect", tmp_path / "a", "v")
-    assert status == 2
-    assert "has no v" in err
-
-
-def test_diff_tells_by_its_status(mfsdp: Mfsdp, tmp_path: Path) -> None:
-    builders.save({"w": torch.zeros(3)}, tmp_path / "a")
-    builders.save({"w": torch.tensor([0.0, 1e-9, 0.0])}, tmp_path / "b")
-    assert mfsdp("diff", tmp_path / "a", tmp_path / "a") == (0, "the same: 1 keys\n", "")
-    status, out, _ = mfsdp("diff", tmp_path / "a", tmp_path / "b")
-    assert status == 1
-    assert out.startswith("w: 1 of 3 elements differ, first at [1]: 0.0 in A, 9.99")
-    assert mfsdp("diff", tmp_path / "a", tmp_path / "b", "--atol", "1e-8")[0] == 0
-    assert mfsdp("compare-two-checkpoint", tmp_path / "a", tmp_path / "b")[0] == 0
-    assert mfsdp("compare-two-checkpoint", tmp_path / "a", tmp_path / "b", "--bitwise")[0] == 1
-    assert mfsdp("diff", tmp_path / "a", tmp_path / "none")[0] == 2
-    status, out, _ = mfsdp("diff", tmp_path / "a", tmp_path / "b", "--json")
-    assert status == 1
-    assert json.loads(out)["differences"][0]["values"]["index"] == [1]
-
-
 def test_what_is_no_folder_cannot_be_verified(mfsdp: Mfsdp, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "nowhere"):
@@ -134,39 +94,6 @@ def test_no_gpu_no_nccl_and_no_ranks(
     capsys.readouterr()
     for path in (*(SRC / "checkpoint").glob("*.py"), SRC / "cli" / "checkpoint.py"):
         assert not re.search(r"nccl|\.cuda\b|pickle\.loads?\(|weights_only=False", path.read_text())
-
-
-def test_tensors_without_dimensions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a = str(tmp_path / "a")
-    builders.save({"step": torch.tensor(3.0), "w": torch.ones(1)}, tmp_path / "a")
-    assert inspector(["inspect", a, "--stats"]) == 0
-    assert inspector(["print-tensor", a, "step"]) == 0
-    assert "tensor(3.)" in capsys.readouterr().out
-    builders.save({"step": torch.tensor(4.0), "w": torch.ones(1)}, tmp_path / "c")
-    assert inspector(["diff", a, str(tmp_path / "c")]) == 1
-    assert "step: 1 of 1 elements differ, first at the only element: 3.0 in A, 4.0 in B" in capsys.readouterr().out
-
-
-def test_help_says_what_options_do(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = ["inspect", "diff", "verify", "to-hf", "map"]
-    with pytest.raises(SystemExit):
-        inspector(["--help"])
-    listed = capsys.readouterr().out
-    for command in commands:
-        assert re.search(rf"^    {command}\s", listed, re.MULTILINE), command
-        with pytest.raises(SystemExit) as ended:
-            inspector([command, "--help"])
-        assert ended.value.code == 0
-        text = capsys.readouterr().out
-        described = re.findall(r"^  (-[-\w, ]+)", text, re.MULTILINE)
-        assert all(
-            re.search(rf"{re.escape(option.split(',')[0].split()[0])}[^\n]*\n?\s+\w", text) for option in described
-        )
-        if command == "inspect":
-            flat = " ".join(text.split())
-            assert (
-                "--all, --not-ignore-param-to-group-meta also list the keys under optimizer.param_to_group_meta" in flat
-            )
 
 
 @pytest.mark.parametrize(
@@ -215,11 +142,6 @@ def test_text_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) ->
     assert told.err == "error: \\x9bx\n"
 
 
-def test_the_inspector_has_the_same_commands(mfsdp: Mfsdp, tmp_path: Path) -> None:
-    builders.save({"w": torch.zeros(2)}, tmp_path / "a")
-    assert mfsdp("inspect", tmp_path / "a", program=inspector)[1] == mfsdp("inspect", tmp_path / "a")[1]
-
-
 @pytest.mark.full
 def test_both_programs_start(tmp_path: Path) -> None:
     """In processes of their own; a reader that stops early is no error."""
@@ -236,26 +158,6 @@ def test_both_programs_start(tmp_path: Path) -> None:
         assert process.stderr is not None
         errors = process.stderr.read()
         assert (process.wait(LIMIT_S), errors) == (0, "")
-
-
-def test_errors_of_the_system_are_one_line(mfsdp: Mfsdp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    builders.save({"w": torch.zeros(2)}, tmp_path / "a")
-
-    def refuse(*_args: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(CheckpointFolder, "opened", refuse)
-    assert mfsdp("inspect", tmp_path / "a", "--stats") == (
-        2,
-        "",
-        "error: PermissionError: [Errno 13] Permission denied\n",
-    )
-
-
-def test_sizes_have_units() -> None:
-    assert [output.in_bytes(n) for n in (0, 1023, 1024, 5 << 20, 3 << 30, 2 << 40)] == [
-        "0 B", "1023 B", "1.0 KiB", "5.0 MiB", "3.0 GiB", "2.00 TiB",
-    ]  # fmt: skip
 
 
 # ---- map -------------------------------------------------------------------------------------------------------------
@@ -283,11 +185,3 @@ def test_the_map_is_written_into_the_folder_and_printed(
     content, place = capsys.readouterr().out.splitlines()
     assert json.loads(content.removeprefix("torch dcp content: ")) == MAP
     assert place == str(path)
-
-
-def test_place_and_prefix_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    builders.save({"module.w": 2}, tmp_path / "map")
-    assert inspector(["map", str(tmp_path / "map"), "--out", str(tmp_path / "m.json"), "--model-prefix", "m"]) == 0
-    assert json.loads((tmp_path / "m.json").read_text()) == {"m.w": 2}
-    assert inspector(["map", str(tmp_path / "none")]) == 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.fingerprint import fingerprint, fingerprints, lowest_and_highest, mixed_words
+from megatron_fsdp.comm.fingerprint import fingerprint, lowest_and_highest, mixed_words
 from tests.support.on_ranks import on_ranks
 
 Fingerprint = Callable[[torch.Tensor], torch.Tensor]
@@ -29,17 +29,6 @@ def test_constant_floats_whose_bits_differ_in_one_high_bit_differ(kind: Fingerpr
     for numel in (1 << power for power in range(18)):
         values = {kind(torch.full((numel,), value, dtype=torch.float64)).item() for value in (1.0, 2.0, 4.0, -1)}
         assert len(values) == 4
-
-
-@both_kinds
-def test_order_matters_inside_and_across_chunks(kind: Fingerprint) -> None:
-    tensor = torch.arange((1 << 17) + 5, dtype=torch.float32)
-    first = kind(tensor).item()
-    for left, right in ((0, 1), (5, 1 << 16), (7, 7 + (1 << 16)), (1, tensor.numel() - 1)):
-        swapped = tensor.clone()
-        swapped[left], swapped[right] = tensor[right], tensor[left]
-        assert kind(swapped).item() != first
-    assert kind(tensor.roll(1 << 16)).item() != first
 
 
 @both_kinds
@@ -69,11 +58,6 @@ def test_any_one_bit_matters(kind: Fingerprint) -> None:
             changed = words.clone()
             changed[place] ^= 1 << bit if bit < 63 else -(2**63)
             assert kind(changed).item() != before
-
-
-def test_several_at_once_have_the_fingerprints_of_each() -> None:
-    tensors = [torch.randn(5, 3), torch.empty(0), torch.randn(4, 2).t(), torch.ones(3, dtype=torch.bool)]
-    assert fingerprints(tensors).tolist() == [fingerprint(tensor).item() for tensor in tensors]
 
 
 @on_ranks(2)

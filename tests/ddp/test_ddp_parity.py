@@ -412,9 +412,6 @@ def test_parts_of_outputs_and_parts_of_models(run_ranks: RunRanks, settings: Set
     check_strategies(run_ranks, 2, Scenario(backward_of_one_output, vector_case(TwoHeads)), settings)
 
 
-# ---- recomputation ---------------------------------------------------------------------------------------------------
-
-
 # ---- compiled modules ------------------------------------------------------------------------------------------------
 
 

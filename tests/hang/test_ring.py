@@ -18,7 +18,6 @@ from megatron_fsdp.hang.log_file import (
     RECORD_BYTES,
     WORDS_BYTES,
     Mark,
-    Process,
     RankLog,
     Ring,
     UnitFacts,
@@ -26,9 +25,7 @@ from megatron_fsdp.hang.log_file import (
     file_name,
     fold,
     parse_log,
-    rank_and_model,
     read_folder,
-    read_log,
     this_process,
 )
 
@@ -174,23 +171,6 @@ def test_foreign_and_damaged_files_are_told_and_left_out(tmp_path: Path) -> None
         "rank-00002.mfsdplog was left out: its header is damaged or cut off",
         "rank-00004.mfsdplog was left out: another version of this package wrote it; read it with that one",
     )
-
-
-def test_a_log_is_read_back_with_its_writer_and_has_its_name(tmp_path: Path) -> None:
-    path = _log(tmp_path, _writer(3))
-    assert path.name == "rank-00003.mfsdplog"
-    log = read_log(path)
-    assert (log.writer, log.alive, len(log.records)) == (_writer(3), True, 1)
-    assert file_name(7, 2) == "rank-00007.model-2.mfsdplog"
-    assert [rank_and_model(file_name(*place)) for place in ((7, 2), (123456, 0))] == [(7, 2), (123456, 0)]
-    assert rank_and_model(f"rank-00000.mfsdplog.{os.getpid()}") is None  # one that is being begun
-
-
-def test_only_processes_of_this_machine_are_known_to_be_dead() -> None:
-    me = this_process()
-    assert me.is_alive is True
-    assert Process(me.host, me.pid, (me.started or 0) + 1, me.namespace).is_alive is False
-    assert Process("elsewhere", me.pid, me.started, me.namespace).is_alive is None
 
 
 # ---- the switch ----------------------------------------------------------------------------------------------------

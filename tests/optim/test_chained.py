@@ -165,9 +165,6 @@ def test_hooks_and_schedules_of_members_see_the_members_and_sharded_parameters()
     assert [group["lr"] for group in pair.optimizer.param_groups] == pytest.approx([0.01, 0.01, 0.02, 0.01])
 
 
-# ---- schedules -------------------------------------------------------------------------------------------------------
-
-
 # ---- through the public functions ------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,5 @@
 """Optimizers whose step runs on local tensors: what stepping DTensors gives, and seen as DTensors by all."""
 
-import copy
 import gc
 import io
 import weakref
@@ -321,28 +320,6 @@ def load_from_a_file(optimizer: Any) -> None:
     optimizer.load_state_dict(torch.load(file))
 
 
-def exchange_groups(optimizer: Any) -> None:
-    """Two groups of other rates, which then have each other's parameters."""
-    if len(optimizer.param_groups) == 1:
-        two_groups(optimizer)
-    else:
-        first, second = optimizer.param_groups
-        first["params"], second["params"] = second["params"], first["params"]
-
-
-def move_state_of_one(optimizer: Any) -> None:
-    """The same values, but other objects."""
-    param = optimizer.param_groups[0]["params"][1]
-    optimizer.state[param] = {key: copy.deepcopy(value) for key, value in optimizer.state[param].items()}
-
-
-def leave_the_last_group(optimizer: Any) -> None:
-    """A group of its own for some parameters, which leaves them again; their state stays."""
-    params = optimizer.param_groups[0]["params"]
-    if len(params) > 4:
-        optimizer.param_groups[0]["params"] = params[:4]
-
-
 DEEDS = (
     leave_one_out,
     set_back_one_number,
@@ -351,9 +328,6 @@ DEEDS = (
     replace_one_gradient,
     two_groups,
     load_from_a_file,
-    exchange_groups,
-    move_state_of_one,
-    leave_the_last_group,
 )
 
 
@@ -404,7 +378,7 @@ def test_what_is_done_between_steps_has_the_effect_that_it_has_on_dtensors(
     steps = same_on_ranks([end["step"].item() for end in ends[0] if "step" in end])
     wanted = {
         "leave_one_out": {3.0, 5.0},
-        **{key: {2.0, 5.0} for key in ("set_back_one_number", "forget_one_state", "leave_the_last_group")},
+        **{key: {2.0, 5.0} for key in ("set_back_one_number", "forget_one_state")},
     }
     assert set(steps) - {0.0} == wanted.get(deed.__name__, {5.0})  # 0: blank state, of what is never used
 
@@ -422,6 +396,3 @@ def test_state_is_in_the_order_of_parameters_on_every_rank() -> None:
     assert order == sorted(order)
     assert saved == sorted(saved)
     assert set(order) < set(saved)  # which has blank state of the parameter that was not used
-
-
-# ---- hooks, failures and what cannot be shown ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fsdp.plan.activations import Answers, operator_bytes, operator_flops, tensors_of
+from megatron_fsdp.plan.activations import operator_bytes, operator_flops, tensors_of
 
 
 class Costs(TorchDispatchMode):
@@ -69,26 +69,3 @@ def test_operands_and_results_move_but_no_views_unwritten_memory_and_tables_that
     assert cost(lambda x: x.expand(10, 24) + 1, (24,)).moved_bytes == 24 * 4 + 10 * 24 * 4
     assert cost(lambda table: table[torch.zeros(5, dtype=torch.int64)], (1000, 8)).moved_bytes < 1000
     assert cost(lambda table: F.embedding(torch.zeros(5, dtype=torch.int64), table), (1000, 8)).moved_bytes < 1000
-
-
-class Asked(TorchDispatchMode):
-    """Runs all operators by way of answers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers = Answers()
-
-    def __torch_dispatch__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        return self.answers.run(func, args, kwargs or {})
-
-
-def test_conditions_get_the_answer_of_a_full_batch() -> None:
-    mask = torch.empty(2, 3, dtype=torch.bool, device="meta")
-    with Asked():
-        assert mask.all()
-        assert not mask.any()
-        assert mask[0, 0]
-        assert mask.all()
-        assert (mask.sum() == mask.numel()).item() is True
-        assert torch.tensor(3.5).item() == 3.5  # values that are there are told
-        assert not torch.tensor(False)

@@ -15,7 +15,7 @@ from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
-from megatron_fsdp.plan.simulate import SimulatedModel, built_without_memory, simulated_model, simulated_ranks
+from megatron_fsdp.plan.simulate import SimulatedModel, simulated_model, simulated_ranks
 from tests.conftest import RunRanks
 from tests.support.formulas import footprints_of
 from tests.support.on_ranks import fixed_seed
@@ -226,18 +226,3 @@ def test_refusals(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told), simulated_model(_Tower, **arguments):
         pass
     assert not dist.is_initialized()
-
-
-def _tied() -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[1].weight = model[0].weight
-    model[0].bias.mark = "kept"  # type: ignore[attr-defined]
-    return model.bfloat16()
-
-
-def test_building_keeps_ties_attributes_and_casts() -> None:
-    with simulated_ranks(2):
-        model = built_without_memory(_tied)
-        assert model[0].weight is model[1].weight
-        assert {(param.device.type, param.dtype) for param in model.parameters()} == {("cpu", torch.bfloat16)}
-        assert model[0].bias.mark == "kept"

@@ -1,6 +1,5 @@
 """From raw logs to timelines, with logs written by hand."""
 
-from dataclasses import replace
 from typing import Any
 
 from megatron_fsdp.comm.streams import HostClock, Moment
@@ -15,7 +14,6 @@ from megatron_fsdp.trace.timeline import (
     Counts,
     Raw,
     StepLog,
-    StepWindow,
     Timeline,
     Times,
     build_timeline,
@@ -103,21 +101,3 @@ def test_an_exception_leaves_out_what_it_ended() -> None:
         span("release", 52, 54),
         span("forward", 80, 90),
     )
-
-
-def test_steps_that_were_dropped_before_do_not_shift_the_clock() -> None:
-    launched_before = _life(3, 800, (NOTHING, NOTHING), (NOTHING, (1, 0, 4, 0)))[2:]
-    kept = [
-        _step(8, 900, ((BEGIN, 900, Phase.FORWARD, 0, None), *launched_before, (END, 950, Phase.FORWARD, 0))),
-        _step(9, 2000, ((BEGIN, 2010, Phase.FORWARD, 0, None), (END, 2020, Phase.FORWARD, 0), (DONE, 2500, 77))),
-    ]
-    found = build_timeline(kept, _times(3000), AXES, EMPTY)
-    assert found.steps == (StepWindow(8, 900, 2000), StepWindow(9, 2000, 2500))
-    assert found.spans == (span("forward", 900, 950, step=8), span("forward", 2010, 2020, step=9))
-    assert found.collectives == ()
-
-
-def test_a_launch_that_failed_has_no_bytes() -> None:
-    told = (TOLD, 10, 0, Moment.LAUNCHES, "gather", (NOTHING, (1, 0, 9, 0)))
-    found = build((BEGIN, 5, Phase.GATHER, 1, None), told, (BROKEN, 20))
-    assert replace(found, steps=()) == replace(EMPTY, steps=())

@@ -67,6 +67,3 @@ def test_a_back_end_that_does_not_reach_the_device_is_refused_on_all_ranks(start
         program.communicate(timeout=LIMIT_S)
         assert program.returncode == 2
     assert [json.loads(file.read_text())["message"]["message"] for file in files] == [said] * 2
-
-
-# ---- streams that are full or closed ---------------------------------------------------------------------------------

@@ -13,8 +13,6 @@ from megatron_fsdp.train.options.job import World, resolve
 from tests.support.array_tokens import token_data
 from tests.support.train_program import job_of
 
-WSD = ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters")
-
 HEADS = [
     "num_heads of the model was 2 and is 1",
     "num_query_groups of the model was 2 and is 1",
@@ -94,11 +92,6 @@ def test_fields_of_a_configuration_are_facts(tmp_path: Path, field: str, value: 
     (tmp_path / "config.json").write_text(json.dumps(after))
     changes = changes_of(saved, facts_of(job, data))
     assert sorted(change.partition(" of the model was ")[0] for change in changes) == sorted(named)
-
-
-def test_the_fall_of_a_learning_rate_that_is_level_before_is_told() -> None:
-    assert facts(*WSD, "2")["--lr-wsd-decay-iters"] == "2"
-    assert "--lr-wsd-decay-iters" not in facts()
 
 
 def test_tuning_from_the_folder_to_save_to_is_refused(tmp_path: Path) -> None:

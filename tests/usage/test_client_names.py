@@ -13,7 +13,6 @@ from megatron_fsdp.utils import (
     get_mcore_tensor_parallel_partition_dim,
     is_mcore_tensor_model_parallel,
     is_mcore_tensor_parallel_duplicated,
-    is_submodule,
 )
 from tests.support.on_ranks import on_ranks
 from tests.support.zoo import FEATURES, Layer, Ordered
@@ -39,15 +38,6 @@ def test_tensor_parallel_marks_are_read(marks: dict[str, object], dim: int | Non
     split = marks.get("tensor_model_parallel", False) or dim is not None
     assert is_mcore_tensor_model_parallel(param) == split
     assert is_mcore_tensor_parallel_duplicated(param) != split
-
-
-def test_a_module_lies_inside_its_parents_and_only_loosely_inside_itself() -> None:
-    inner = nn.Linear(1, 1)
-    outer = nn.Sequential(nn.Sequential(inner))
-    assert is_submodule(inner, outer)
-    assert not is_submodule(outer, inner)
-    assert not is_submodule(outer, outer)
-    assert is_submodule(outer, outer, strict=False)
 
 
 class Box(nn.Module):

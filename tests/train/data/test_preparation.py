@@ -1,6 +1,5 @@
 """From what --data-path names to tokens on all ranks: every kind of source, kept for later runs, whole or not."""
 
-import itertools
 import os
 from pathlib import Path
 
@@ -8,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -17,15 +14,13 @@ from megatron_fsdp.train.data import preparation
 from megatron_fsdp.train.data.preparation import (
     SIDE_FILE,
     TOKENIZER_FILE,
-    ByteTokenizer,
-    encode_texts,
     prepare_data,
     read_data,
     tokens_folder,
     train_bpe,
     write_data,
 )
-from megatron_fsdp.train.data.tokens import TokenData, open_indexed
+from megatron_fsdp.train.data.tokens import TokenData
 from megatron_fsdp.train.options import Options
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World, resolve
@@ -272,35 +267,3 @@ def test_the_last_documents_are_held_out_and_a_third_share_comes_after_them(fold
         assert bytes(data.training.open()) == b"".join(map(text_with_its_end, range(first)))
         assert bytes(data.held_out.open()) == b"".join(map(text_with_its_end, range(first, last)))
     assert len(list((tmp_path / "out").iterdir())) == 1  # another split needs no other tokens
-
-
-@given(cuts=st.lists(st.integers(1, 6), min_size=1, max_size=6), batch=st.integers(1, 9))
-def test_pieces_and_batches_do_not_change_bytes(
-    tmp_path_factory: pytest.TempPathFactory, cuts: list[int], batch: int
-) -> None:
-    texts = [["é" * n, "ab\n", "c"][: n % 3 + 1] for n in cuts]
-    pieces = [(part, part is parts[-1]) for parts in texts for part in parts]
-    prefix = tmp_path_factory.mktemp("tokens") / "ids"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preparation, "_BATCH", batch)
-        encode_texts(pieces, ByteTokenizer(), prefix)
-    pair = open_indexed(prefix)
-    whole = ["".join(parts).encode() + b"\0" for parts in texts]
-    assert bytes(pair.tokens.open()) == b"".join(whole)
-    places = [pair.document_start(number) for number in range(pair.documents + 1)]
-    assert places == [0, *itertools.accumulate(map(len, whole))]
-
-
-def test_when_another_machine_is_faster_its_tokens_are_used(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job, original = job_of(folder), preparation.digest
-
-    def be_late(*_: object) -> str:
-        monkeypatch.setattr(preparation, "digest", original)
-        write_data(job.options, tmp_path)
-        return "another checksum"
-
-    monkeypatch.setattr(preparation, "digest", be_late)
-    assert prepare(job, tmp_path).checksum != "another checksum"
-    assert len([path for path in tmp_path.iterdir() if "tokens-" in path.name]) == 1

@@ -127,18 +127,6 @@ def test_long_files_come_in_pieces_that_end_with_a_line(tmp_path: Path, monkeypa
     assert [*ends] == [False] * (len(pieces) - 1) + [True]
 
 
-def test_bad_bytes_in_the_beginning_make_a_file_no_text_and_later_ones_are_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preparation, "_BEGINNING", 4)
-    (tmp_path / "a").write_bytes(b"aaa\xff")
-    (tmp_path / "b").write_bytes(b"aaa\xc3\xa9")  # a letter is cut in two
-    (tmp_path / "c").write_bytes(b"aaaa\xff")
-    documents = Texts(find_source(tmp_path), "text")
-    assert texts_of(documents) == ["aaaé", "aaaa\ufffd"]
-    assert documents.skipped == [tmp_path / "a"]
-
-
 def test_json_lines_give_their_field_and_blank_lines_nothing(tmp_path: Path) -> None:
     lines = [
         json.dumps({"text": "é\n", "body": "x"}),
@@ -172,15 +160,3 @@ def test_a_saved_data_set_gives_its_column(tmp_path: Path) -> None:
     save_dataset(tmp_path / "set", {"text": [f"t{i}" for i in range(300)] + [None], "n": list(range(301))})
     assert read(tmp_path / "set") == [f"t{i}" for i in range(300)]
     assert Texts(find_source(tmp_path / "set"), "text").size >= sum(len(f"t{i}") for i in range(300))
-
-
-def test_of_several_parts_train_or_the_only_one_is_read_and_others_are_refused(tmp_path: Path) -> None:
-    save_dataset(tmp_path / "set", {"text": ["a"]}, ("test", "train"))
-    assert read(tmp_path / "set", "part") == ["train"]
-    save_dataset(tmp_path / "one", {"text": ["a"]}, ("other",))
-    assert read(tmp_path / "one", "part") == ["other"]
-    save_dataset(tmp_path / "two", {"text": ["a"], "n": [1]}, ("left", "right"))
-    with pytest.raises(ConfigurationError, match="has the parts left, right and none is called train: give the folder"):
-        read(tmp_path / "two")
-    with pytest.raises(ConfigurationError, match="no text in a column 'n': give --json-key with one of 'text', 'part'"):
-        read(tmp_path / "two" / "left", "n")

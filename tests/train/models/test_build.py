@@ -22,19 +22,6 @@ def config_of(values: dict[str, Any], vocab_size: int = 59) -> Any:
     return transformers_config(job_of(values, 1).options.model, vocab_size)
 
 
-@pytest.mark.parametrize(
-    ("values", "kind"),
-    [
-        (LLAMA, "LlamaConfig"),
-        ({**LLAMA, "num_experts": 4}, "MixtralConfig"),
-        (QWEN, "Qwen3Config"),
-        ({**QWEN, "num_experts": 4}, "Qwen3MoeConfig"),
-    ],
-)
-def test_family_of_a_shape(values: dict[str, Any], kind: str) -> None:
-    assert type(config_of(values)).__name__ == kind
-
-
 def test_every_number_of_the_shape_arrives() -> None:
     config = config_of({**QWEN, "num_experts": 6, "moe_router_topk": 3, "moe_ffn_hidden_size": 20, "seq_length": 24})
     told = {
@@ -146,8 +133,3 @@ def test_refused(values: dict[str, Any], message: str) -> None:
 def test_the_shape_of_a_preset_gives_way_to_a_configuration() -> None:
     layers = (Layer("preset tiny", PRESETS["tiny"]), Layer("command line", {"hf_config": "folder"}))
     assert resolve(assemble(layers), World(2, "cpu")).options.model.hf_config is not None
-
-
-def test_a_preset_can_be_a_model_of_transformers() -> None:
-    layers = (Layer("preset tiny", PRESETS["tiny"]), Layer("command line", {"transformer_impl": "transformers"}))
-    assert resolve(assemble(layers), World(2, "cpu")).options.model.qk_layernorm

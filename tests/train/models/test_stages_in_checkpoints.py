@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from tests.conftest import RunRanks
-from tests.support.on_ranks import of_ranks, on_ranks
-from tests.train.models.runs import LLAMA, MIXTRAL, TIED, prepare, train_plainly, train_with_checkpoints
+from tests.train.models.runs import LLAMA, MIXTRAL, TIED, train_plainly, train_with_checkpoints
 
 FSDP2 = {"use_torch_fsdp2": True}
 STAGES = {**FSDP2, "pipeline_model_parallel_size": 2}
@@ -68,26 +66,3 @@ def test_stages_and_whole_models_go_on_from_each_other(
     for _, _, groups in saved:
         names = [name for group in groups for name in group["params"]]
         assert sorted(names) == sorted(f"module.{name}" for name in plain.weights)
-
-
-@pytest.mark.full
-@on_ranks(4)
-def test_every_stage_gets_its_own_random_stream_back(tmp_path: Path) -> None:
-    run = prepare({**LLAMA, **STAGES})
-    torch.manual_seed(100 + run.rank.index)
-    save_checkpoint(run.trained.model, run.trained.optimizer, tmp_path, iteration=1)
-    after_save = torch.rand(2).tolist()
-    torch.manual_seed(0)
-    report = load_checkpoint(run.trained.model, run.trained.optimizer, tmp_path)
-    assert torch.rand(2).tolist() == after_save
-    assert report.notes[-1] == "random states: restored for every logical rank"
-    saved = {tuple(drawn) for drawn in of_ranks(after_save)}
-    assert len(saved) == 4
-    keys = {key for key in CheckpointFolder(tmp_path / "iter_0000001").objects if key.endswith(".states")}
-    assert keys == {f"rng_state.({stage}, 0).{data}.states" for stage in (0, 1) for data in (0, 1)}
-    run = prepare({**LLAMA, **FSDP2})
-    report = load_checkpoint(run.trained.model, run.trained.optimizer, tmp_path)
-    moved = {tuple(drawn) for drawn in of_ranks(torch.rand(2).tolist())}
-    assert len(moved) == 4
-    assert moved.isdisjoint(saved)
-    assert "saved with (tensor, data, pipeline) ranks [1, 2, 2], now (1, 4)" in report.notes[-1]
