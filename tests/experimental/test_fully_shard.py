@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fsdp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
-    MixedPrecisionPolicy,
     fully_shard_model,
 )
 from megatron_fsdp.experimental import (
@@ -32,6 +31,7 @@ from megatron_fsdp.experimental import (
 )
 from megatron_fsdp.experimental.context import FsdpContext
 from megatron_fsdp.experimental.module import FsdpModule
+from megatron_fsdp.fully_shard import fully_shard_optimizer as connect_to_wrapper
 from megatron_fsdp.wrap.in_place import engine_of_module
 from tests.support.on_ranks import on_ranks
 
@@ -155,11 +155,48 @@ def test_nested_units_are_one_process(strategy: str, microbatches: int) -> None:
     assert_like_one_process(net, reference, context, microbatches)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero-2", "zero-3"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @on_ranks()
-def test_numbers_of_ranks_are_one_process() -> None:
+def test_numbers_of_ranks_are_one_process(strategy: str) -> None:
     net, reference = pair()
-    assert_like_one_process(net, reference, shard(net, ["zero-3"], blocks_and_root), 2)
+    assert_like_one_process(net, reference, shard(net, [strategy], blocks_and_root), 2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_a_step_sends_what_its_placements_need(strategy: str) -> None:
+    net, _ = pair()
+    context = shard(net, [strategy], blocks_and_root)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    fully_shard_optimizer(optimizer)
+    units, microbatches = 4, 3
+    for step in range(3):
+        before = {name: traffic.copy() for name, traffic in context.engine.traffic_by_axis.items()}
+        for number in range(microbatches):
+            with microbatch(context, is_last=number == microbatches - 1):
+                net(batches(microbatches, step)[number, dist.get_rank()]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        net(batches(1, step)[0, 0])  # gathers the new weights, which no later step has to
+        sent = {name: traffic.since(before[name]) for name, traffic in context.engine.traffic_by_axis.items()}
+    counted = {name: (each.gathers, each.reductions) for name, each in sent.items()}
+    each_pass, once = units * microbatches, units
+    outer = {"outer": (once if "f" in strategy or "hybrid" in strategy else 0, once)}
+    assert (
+        counted
+        == {
+            "ddp": {"inner": (0, once)},
+            "zero-1": {"inner": (once, once)},
+            "zero-2": {"inner": (once, each_pass)},
+            "hsdp": outer | {"inner": (counted["inner"][0], each_pass)},
+            "hfsdp": outer | {"inner": (counted["inner"][0], each_pass)},
+            "zero-3": {"inner": (counted["inner"][0], each_pass)},
+            "replicated weights, hybrid": outer | {"inner": (once, each_pass)},
+        }[strategy]
+    )
+    if STRATEGIES[strategy][0][-1] is S:  # the last two units of a forward stay for its backward
+        assert each_pass < counted["inner"][0] <= 2 * each_pass + once
 
 
 @on_ranks(4)
@@ -202,27 +239,73 @@ def test_frozen_units_and_unused_parameters() -> None:
     assert_like_one_process(net, reference, context, 2)
 
 
-@on_ranks(2)
-def test_the_wrapper_gives_the_same_bits() -> None:
+IN_A_WRAPPER: dict[str, dict[str, Any]] = {
+    "ddp": {"zero_dp_strategy": 0},
+    "zero-1": {"zero_dp_strategy": 1},
+    "zero-2": {"zero_dp_strategy": 2},
+    "zero-3": {"zero_dp_strategy": 3},
+    "hsdp": {"zero_dp_strategy": 3, "outer_dp_sharding_strategy": 0},
+    "hfsdp": {"zero_dp_strategy": 3, "outer_dp_sharding_strategy": 1},
+}
+
+
+@pytest.mark.parametrize("strategy", IN_A_WRAPPER)
+@on_ranks(4)
+def test_the_wrapper_gives_the_same_bits(strategy: str) -> None:
     net, other = pair()
-    shard(net, ["zero-3"], blocks_and_root)
+    is_hybrid = len(STRATEGIES[strategy][0]) == 2
+    mesh = mesh_of(2 if is_hybrid else 1)
+    more: dict[str, Any] = {"device_mesh": mesh}
+    if is_hybrid:
+        more |= {"dp_outer_dim": "outer", "hybrid_fsdp_group": mesh._flatten("both").get_group()}
+    shard(net, [strategy], blocks_and_root)
     wrapped = fully_shard_model(
-        other,
-        device_mesh=mesh_of(1),
-        dp_shard_dim="inner",
-        fsdp_unit_modules=[Block],
-        sync_model_each_microbatch=True,
-        mixed_precision_policy=MixedPrecisionPolicy(),
+        other, dp_shard_dim="inner", fsdp_unit_modules=[Block], **more, **IN_A_WRAPPER[strategy]
     )
-    data = batches(1, 0)[0, dist.get_rank()]
-    for model in (net, wrapped):
-        model(data).square().mean().backward()
-    given = dict(net.named_parameters())
-    for name, param in wrapped.named_parameters():
-        grad, wanted = given[name.removeprefix("module.")].grad, param.grad
-        assert isinstance(grad, DTensor)
-        assert isinstance(wanted, DTensor)
-        assert torch.equal(grad.full_tensor(), wanted.full_tensor())
+    models = (net, wrapped)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in models]
+    fully_shard_optimizer(optimizers[0])
+    connect_to_wrapper(optimizers[1])
+    for step in range(3):
+        grads = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for data in batches(2, step)[:, dist.get_rank()]:
+                model(data).square().mean().backward()
+            grads.append([param.grad.full_tensor() for param in model.parameters()])  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(map(torch.equal, *grads))
+    weights = [[param.full_tensor() for param in model.parameters()] for model in models]  # type: ignore[attr-defined]
+    assert all(map(torch.equal, *weights))
+
+
+class Recomputed(nn.Module):
+    """Two linears in one checkpoint, and a head."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (nn.Linear(6, 6) for _ in range(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run all."""
+        x = x.requires_grad_()  # the reentrant way needs it
+        inside = checkpoint(lambda x: self.second(self.first(x).tanh()), x, use_reentrant=self.use_reentrant)
+        return self.head(inside)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks(2)
+def test_after_recomputation_everything_rests(use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    net = Recomputed(use_reentrant)
+    reference, units = copy.deepcopy(net), [net.first, net.second, net]
+    context = shard(net, ["zero-3"], lambda _net: units)
+    assert_like_one_process(net, reference, context, 1)
+    for module in units:
+        assert isinstance(module, FsdpModule)
+        assert module.phase is FsdpModule.Phase.RESTING
+    assert all(isinstance(param, DTensor) for param in net.parameters())
 
 
 @on_ranks(2)

@@ -210,7 +210,9 @@ def plan_memory(
         buckets = bucket_count(options.communication_unit_numel, units)
     weights = plan_weights(options.allocator, [_weights_of(unit) for unit in units], slots, options.is_persistent)
     groups = [group for unit in units for group in unit]
-    resized = frozenset(weights.units_in(WeightStorage.RESIZED))
+    # Every rank holds them whole, so there is no memory to give back: one gather serves until weights change.
+    whole = frozenset(unit for unit, gathered_bytes in enumerate(weights.gathered_bytes) if not gathered_bytes)
+    resized = frozenset(weights.units_in(WeightStorage.RESIZED)) - whole
     schedule = ScheduleConfig(
         trainable=tuple(any(group.requires_grad for group in unit) for unit in units),
         gathers=any(group.needs_all_gather or group.gathers_outer or group.shards_compute_weights for group in groups),
@@ -220,7 +222,7 @@ def plan_memory(
         backward_prefetch_units=backward,
         reduces_early=reduces_early,
         resized=resized - {ROOT_UNIT},
-        persistent=frozenset(weights.units_in(WeightStorage.OWN)).union(held) - {ROOT_UNIT},
+        persistent=frozenset(weights.units_in(WeightStorage.OWN)).union(held, whole) - {ROOT_UNIT},
         returned=resized,
         returned_before_step=frozenset(
             unit
