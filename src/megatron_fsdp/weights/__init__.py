@@ -2,5 +2,6 @@
 
 from megatron_fsdp.weights.plan import ParamMeta
 from megatron_fsdp.weights.source import WeightSource
+from megatron_fsdp.weights.transport import for_vllm, per_tensor_params, receive, send, stateless_group
 
-__all__ = ["ParamMeta", "WeightSource"]
+__all__ = ["ParamMeta", "WeightSource", "for_vllm", "per_tensor_params", "receive", "send", "stateless_group"]

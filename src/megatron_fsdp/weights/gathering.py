@@ -26,12 +26,19 @@ def gather_bucket(bucket: Sequence[Source], plan: Plan, values: str) -> dict[str
     """Gather the model tensors of a bucket by name, copies; None on ranks that do not get them. Collective."""
     found: dict[str, torch.Tensor] = {}
     receiver = bucket[0].receiver
-    for _, run in groupby(sorted(enumerate(bucket), key=_first_of_kind(bucket)), key=lambda each: each[1].kind):
+    every = [each for source in bucket for each in (source, *source.factors)]
+    for _, run in groupby(sorted(enumerate(every), key=_first_of_kind(every)), key=lambda each: each[1].kind):
         alike = [source for _, source in run]
         made = _gather(alike, plan, values)
         for source, tensors in zip(alike, made or (), strict=made is not None):
             found.update(zip(source.names, tensors, strict=True))
-    return found if receiver in (None, rank_of()) else None
+    if receiver not in (None, rank_of()):
+        return None
+    for source in bucket:
+        for merge, factors in source.merges:
+            full = {attribute: found[factor.names[0]] for attribute, factor in factors.items()}
+            merge.add_to(found[source.names[0]], full)
+    return found
 
 
 def _gather(sources: Sequence[Source], plan: Plan, values: str) -> list[list[torch.Tensor]] | None:

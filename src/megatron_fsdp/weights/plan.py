@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -15,7 +16,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.checkpoint.folder import whole_box
-from megatron_fsdp.checkpoint.hf.live import FileTensor, KeyMapping, LiveTensor, file_tensors, map_keys
+from megatron_fsdp.checkpoint.hf.live import (
+    FileTensor,
+    KeyMapping,
+    LiveTensor,
+    base_tensors,
+    file_tensors,
+    map_keys,
+)
 from megatron_fsdp.checkpoint.hf.saving import saved_tensors
 from megatron_fsdp.checkpoint.rearranged import Part
 from megatron_fsdp.comm.agreement import Groups, gather_over, rank_of
@@ -24,6 +32,7 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.expert_names import parse_expert
 from megatron_fsdp.state.gathers import Parts, Place, parts_of
+from megatron_fsdp.weights.adapters import Merge, adapter_tensors, merges_of
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype] | None
 
@@ -55,6 +64,7 @@ class Choice:
     names: str | KeyMapping
     tied: str
     experts: str
+    adapters: str
     include: str | Callable[[str], bool] | None
     buffers: bool
     values: str
@@ -80,6 +90,7 @@ class Source:
     place: tuple[Engine, ParameterGroup, int] | None = None  # None for a tensor that no engine of ours has sharded
     parts: Parts | None = None
     receiver: int | None = None  # global rank; None: all
+    merges: tuple[tuple[Merge, Mapping[str, Source]], ...] = ()  # adapters to add, with their factors by attribute
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -91,7 +102,13 @@ class Source:
     def gathered_bytes(self) -> int:
         """Bytes beside the model while it is gathered; parts are put together beside each other."""
         times = 1 if self.parts is None else 2
-        return times * len(self.names) * math.prod(self.shape) * self.dtype.itemsize
+        own = times * len(self.names) * math.prod(self.shape) * self.dtype.itemsize
+        return own * (3 if self.merges else 1) + sum(each.gathered_bytes for each in self.factors)
+
+    @property
+    def factors(self) -> tuple[Source, ...]:
+        """The factors of its adapters, to be gathered with it."""
+        return tuple(replace(each, receiver=self.receiver) for _, held in self.merges for each in held.values())
 
     @property
     def mesh_key(self) -> tuple[int, int]:
@@ -201,12 +218,13 @@ def make_plan(module: nn.Module, choice: Choice, groups: Groups, receivers: Sequ
 
     `receivers` are global ranks that share the tensors; None: every rank gets all.
     """
-    live = [tensor for tensor in saved_tensors(module) if tensor.is_parameter or choice.buffers]
-    sources = _numbered_over_ranks([_source(tensor) for tensor in live], groups)
+    live, describe, merges = _live_tensors(module, choice)
+    sources = [replace(_source(each), merges=_with_factors(merges.get(id(each.tensor), ()))) for each in live]
+    sources = _numbered_over_ranks(sources, groups)
     own = {name: source for source in sources for name in source.names}
     shapes = {name: source.shape for name, source in own.items()}
     wires, feeds = dict[str, Wire](), dict[str, list[tuple[Wire, Part]]]()
-    for name, tensor in _choose(_described(module, live, choice, shapes), choice).items():
+    for name, tensor in _choose(describe(shapes), choice).items():
         dtypes = {own[part.key].tensor.dtype for part in tensor.parts}
         if len(dtypes) != 1:
             raise ConfigurationError(f"{name} consists of tensors of several dtypes: {sorted(map(str, dtypes))}")
@@ -226,7 +244,8 @@ def make_plan(module: nn.Module, choice: Choice, groups: Groups, receivers: Sequ
                 raise ConfigurationError(
                     f'{wire.meta.name} is made of tensors of several layers; give one rank as destination, or "all"'
                 )
-    coordinates = {source.mesh_key: _place_of(source.place[1]) for source in used if source.place is not None}
+    everything = [each for source in used for each in (source, *source.factors)]
+    coordinates = {each.mesh_key: _place_of(each.place[1]) for each in everything if each.place is not None}
     places = {} if receivers is None else dict(gather_over(groups, (rank_of(), coordinates)))
     plan = Plan((), tuple(_buckets(used, choice.bucket_bytes)), feeds, places, holders)
     sent = tuple(wire for bucket in plan.buckets for wire, _ in complete(plan, bucket, None, {}))
@@ -237,6 +256,33 @@ def make_plan(module: nn.Module, choice: Choice, groups: Groups, receivers: Sequ
             "a layer"
         )
     return replace(plan, wires=sent)
+
+
+def _live_tensors(
+    module: Any, choice: Choice
+) -> tuple[list[LiveTensor], Callable[[Shapes], dict[str, FileTensor]], Mapping[int, Sequence[Merge]]]:
+    """Return the tensors to send, their counterparts on the wire by shapes, and adapters by id of what they add to."""
+    is_peft = bool(getattr(module, "peft_config", None))
+    if is_peft and choice.adapters == "refuse":
+        raise ConfigurationError(
+            'the model has adapters; give adapters="merged" for base weights with the adapters added, or '
+            'adapters="only" for the adapters alone'
+        )
+    if choice.adapters == "only":
+        live, described = adapter_tensors(module)
+        return live, lambda _: described, {}
+    base, live = base_tensors(module) if is_peft else (module, saved_tensors(module))
+    live = [tensor for tensor in live if tensor.is_parameter or choice.buffers]
+    return live, partial(_described, base, live, choice), merges_of(base) if is_peft else {}
+
+
+def _with_factors(merges: Sequence[Merge]) -> tuple[tuple[Merge, Mapping[str, Source]], ...]:
+    """Find the factors of adapters among the groups of their engine."""
+    found = []
+    for merge in merges:
+        live = {attribute: LiveTensor(f"{id(factor)}", (), factor, True) for attribute, factor in merge.factors.items()}
+        found.append((merge, {attribute: _source(each) for attribute, each in live.items()}))
+    return tuple(found)
 
 
 def _source(live: LiveTensor) -> Source:
@@ -337,7 +383,7 @@ def _gathered_dtype(source: Source, fed: Sequence[Wire], values: str) -> torch.d
     own = source.tensor.dtype
     if source.place is not None and values == "computed":
         return source.place[1].plan.precision.compute
-    wanted = {wire.meta.dtype for wire in fed}
+    wanted = {wire.meta.dtype for wire in fed} if not source.merges else {own}
     dtype = wanted.pop() if len(wanted) == 1 else own
     return dtype if dtype.itemsize <= own.itemsize else own
 

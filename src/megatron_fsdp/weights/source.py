@@ -73,6 +73,7 @@ class WeightSource:
             expressions with replacements, applied to the "hf" names.
         tied: "once": under the name that files have; "all": under each name.
         experts: "split": a tensor per expert and projection, as in files; "fused": as the model has them.
+        adapters: "refuse"; "merged": base weights with LoRA added as peft does; "only": what `save_adapter` stores.
         include: A regular expression or a function of a name; the rest is left out.
         buffers: Send persistent buffers, too.
         values: "main": main weights; "computed": as a forward sees them, rounded by the compute dtype or weight format.
@@ -92,6 +93,7 @@ class WeightSource:
         names: str | KeyMapping = "hf",
         tied: str = "once",
         experts: str = "split",
+        adapters: str = "refuse",
         include: str | Callable[[str], bool] | None = None,
         buffers: bool = False,
         values: str = "main",
@@ -103,7 +105,7 @@ class WeightSource:
         if not isinstance(model, nn.Module):
             raise ConfigurationError(f"model is a {type(model).__name__}; give an nn.Module, sharded or not")
         self._model, self._group = model, group
-        self._choice = Choice(dtype, names, tied, experts, include, buffers, values, bucket_bytes)
+        self._choice = Choice(dtype, names, tied, experts, adapters, include, buffers, values, bucket_bytes)
         self._destination = destination
         self._device = None if device is None else torch.device(device)
         self._engines = _engines_of(model)
@@ -131,9 +133,9 @@ class WeightSource:
     def _planned(self) -> Plan:
         if self._plan is None or self._planned_for != self._parameter_ids():
             self._engines = _engines_of(self._model)
-            with all_agree("planning the weights to send", self._groups) as facts:
+            with all_agree("planning the weights to send", self.ranks) as facts:
                 self._check_arguments()
-                made = make_plan(unwrap(self._model), self._choice, self._groups, self._receivers())
+                made = make_plan(unwrap(self._model), self._choice, self.ranks, self._receivers())
                 digest = hashlib.sha256(repr([(*vars(meta).values(),) for meta in made.metas]).encode()).hexdigest()
                 told = {"bucket_bytes": self._choice.bucket_bytes, "destination": self._destination}
                 facts |= {name: str(value) for name, value in told.items()} | {"names, dtypes and shapes": digest}
@@ -144,14 +146,15 @@ class WeightSource:
         return tuple(map(id, self._model.parameters()))
 
     @property
-    def _groups(self) -> Groups:
-        """Groups that together reach all ranks of the model."""
+    def ranks(self) -> Groups:
+        """Process groups that together reach all ranks of the model."""
         if self._group is not None or len(self._engines) != 1:
             return over(self._group)
         return self._engines[0].reaching_all
 
     def _check_arguments(self) -> None:
         choice, allowed = self._choice, {"tied": "once all", "experts": "split fused", "values": "main computed"}
+        allowed["adapters"] = "refuse merged only"
         if isinstance(choice.names, str):
             allowed["names"] = "hf model"
         for name, words in allowed.items():
@@ -170,7 +173,7 @@ class WeightSource:
         """Return the global ranks that the tensors are shared out to; None: every rank gets all."""
         if self._destination == "all":
             return None
-        ranks = sorted(gather_over(self._groups or (None,), rank_of()))
+        ranks = sorted(gather_over(self.ranks or (None,), rank_of()))
         if self._group is not None:
             ranks = dist.get_process_group_ranks(self._group)
         if self._destination == "spread":
@@ -242,6 +245,25 @@ class WeightSource:
         engines = sum(engine.weights_version for engine in self._engines)
         return self._first_version + engines + self._counted + (not self._engines and self._versions() != self._seen)
 
+    @property
+    def label(self) -> str:
+        """The version as text, for engines."""
+        return str(self.version)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the version, to be stored with a checkpoint."""
+        return {"version": self.version}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Go on from the version of a checkpoint, once its weights are loaded."""
+        self._first_version += int(state_dict["version"]) - self.version
+
+    def digest(self, names: Collection[str] | None = None) -> dict[str, str]:
+        """Return the SHA-256 of the bytes of each tensor that this rank gets, in a pass of its own."""
+        return {
+            name: digest_of(tensor) for name, tensor in self if tensor is not None and (names is None or name in names)
+        }
+
     def _versions(self) -> int:
         return sum(local_part(param)._version for param in self._model.parameters())
 
@@ -261,9 +283,9 @@ class WeightSource:
     def _pass(self, what: str, make: Callable[[Plan], Iterator[Any]]) -> Iterator[Any]:
         """Iterate over what a pass makes of one version of the weights, and tell the others how it ended here."""
         with ExitStack() as stack:
-            with all_agree(what, self._groups) as facts:
+            with all_agree(what, self.ranks) as facts:
                 self._refuse(f"{what} was begun")
-                facts["version"] = str(self.version)
+                facts["version"] = self.label
                 facts["plan"] = str(self._plan is not None and self._planned_for == self._parameter_ids())
             plan = self._planned()
             self._begin(stack, what)
@@ -304,12 +326,12 @@ class WeightSource:
         """Exchange states, and raise on all ranks where some have failed, or stopped before others."""
         states = set(self._exchange(state))
         if _State.FAILED in states or (_State.STOPPED in states and len(states) > 1):
-            raise_together(error, what, self._groups)
+            raise_together(error, what, self.ranks)
 
     def _exchange(self, value: int) -> list[int]:
         """All-gather one integer."""
         values = [int(value)]
-        groups = [group for group in self._groups or [dist.group.WORLD] if group is not None]
+        groups = [group for group in self.ranks or [dist.group.WORLD] if group is not None]
         for group in groups if dist.is_initialized() else ():
             sent = torch.tensor(values, dtype=torch.int64, device=device_over([group]))
             received = sent.new_empty(len(values) * dist.get_world_size(group))
@@ -370,6 +392,12 @@ def _engines_of(model: nn.Module) -> list[Engine]:
                 "the fully_shard context, or run a forward, first"
             )
     return list(found.values())
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of a tensor's bytes, in hexadecimal digits."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
 def _version(source: Source) -> int:

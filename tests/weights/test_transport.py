@@ -1,0 +1,116 @@
+"""Weights travel to a stand-in engine in processes of its own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_fsdp import fully_shard
+from megatron_fsdp.checkpoint.hf import save_hf
+from megatron_fsdp.errors import MissingPackageError, RankError
+from megatron_fsdp.weights import WeightSource, for_vllm, per_tensor_params, send
+from tests.checkpoint.hf.hf_models import build, same_tensors, stored, tokens
+from tests.support.inference_engine import StandIn
+from tests.support.on_ranks import on_ranks, refusal, same_on_ranks
+
+
+def sharded(kind: str, **changes: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build(kind, **changes)
+    return fully_shard(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextmanager
+def engine(source: WeightSource, ranks: int = 1, **faults: int) -> Iterator[StandIn | None]:
+    """An engine that the first trainer rank speaks to; None on the others."""
+    source.metadata()
+    found = None
+    if dist.get_rank() == 0:
+        found = StandIn({meta.name: meta.shape for meta in source.metadata()}, ranks, **faults)
+    try:
+        yield found
+    finally:
+        if found is not None:
+            found.close()
+
+
+def sync(source: WeightSource, to: StandIn | None, packed_bytes: int = 3000) -> str:
+    if to is None:
+        return send(source, None, packed_bytes=packed_bytes)
+    calls: Any = {"on_start": to.start, "on_update": to.update, "on_finish": to.finish}
+    return send(source, to.group, packed_bytes=packed_bytes, **calls)
+
+
+@pytest.mark.parametrize(("kind", "num_ranks", "engine_ranks"), [("llama", 2, 2), ("mixtral", 4, 1)])
+@on_ranks()
+def test_an_engine_has_what_files_have_after_every_sync(tmp_path: Path, kind: str, engine_ranks: int) -> None:
+    model, optimizer = sharded(kind)
+    source = WeightSource(model, destination=0, bucket_bytes=2000)
+    with engine(source, engine_ranks) as served:
+        for at in range(3):
+            assert same_on_ranks(sync(source, served)) == str(at)
+            save_hf(model, tmp_path / str(at), dtype=torch.bfloat16)
+            if served is not None:
+                assert served.stale(stored(tmp_path / str(at))) == []
+                assert served.version == str(at)
+            train(model, optimizer)
+
+
+@on_ranks(2)
+def test_what_does_not_come_stays_stale() -> None:
+    """A tied head that is a parameter of its own in the engine's last stage needs its name on the wire."""
+    model, optimizer = sharded("qwen_moe")
+    both = WeightSource(model, tied="all", destination=0)
+    with engine(both) as served:
+        sync(both, served)
+        train(model, optimizer)
+        wanted: dict[str, Tensor | None] = dict(both)
+        for source, stale in [
+            (WeightSource(model, destination=0), ["lm_head.weight"]),
+            (WeightSource(model, tied="all", destination=0, include="head|lay|emb"), ["model.norm.weight"]),
+            (both, []),
+        ]:
+            train(model, optimizer)
+            sync(source, served)
+            wanted = dict(both)
+            if served is not None:
+                assert served.stale({name: t for name, t in wanted.items() if t is not None}) == stale
+
+
+@pytest.mark.parametrize("faults", [{"rejects": 1}, {"dies_after": 9}])
+@on_ranks(3)
+def test_an_engine_that_rejects_or_dies_stops_all_ranks_and_the_next_one_is_complete(faults: dict[str, int]) -> None:
+    model, optimizer = sharded("llama")
+    source = WeightSource(model, destination=0, bucket_bytes=2000)
+    with engine(source, **faults) as served:
+        message = refusal(sync, source, served, error=RankError)
+        assert "rank 0: " in message
+        assert ("this engine takes no weights" if "rejects" in faults else "of 21 tensors were sent") in message
+        if served is not None and "rejects" in faults:
+            assert served.version == ""
+    train(model, optimizer)
+    with engine(source) as served:
+        assert sync(source, served) == "1"
+        found = dict(source)
+        if served is not None:
+            assert served.stale(found) == []  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_other_libraries_take_it() -> None:
+    model, _ = sharded("llama")
+    tensors, config = per_tensor_params(model, bucket_bytes=3000)
+    assert config is None
+    assert same_tensors(dict(tensors), dict(WeightSource(model)))  # type: ignore[arg-type]
+    with pytest.raises(MissingPackageError, match="for_vllm needs the package vllm, which is not installed"):
+        for_vllm(WeightSource(model))
