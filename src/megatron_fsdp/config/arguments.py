@@ -14,10 +14,12 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _Class = TypeVar("_Class")
 
-NOT_IMPLEMENTED: Mapping[str, str] = {
-    "reuse_grad_buf_for_mxfp8_param_ag": "bytes of weight_format='mxfp8' are gathered into the slot of the weights, so "
-    "no gradient buffer is needed",
-}
+IN_SLOTS = (
+    "bytes of weight_format='mxfp8' are gathered into the slot of the weights, which a unit needs beside its gradients "
+    "in backward anyway"
+)
+
+NOT_IMPLEMENTED: Mapping[str, str] = {"reuse_grad_buf_for_mxfp8_param_ag": IN_SLOTS}
 """Switches that have to stay off under every front end, with the reason."""
 
 DECIDED_ELSEWHERE: Mapping[str, str] = {

@@ -172,6 +172,7 @@ RUN |= {"weight_decay": 0.1, "eval_iters": 1, "log_interval": 2}
 SMALL = {**SMALL_SHAPE, "max_position_embeddings": 64}
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
 GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 8}
+PARTS = {"recompute_granularity": "selective", "recompute_modules": ("moe", "mlp", "layernorm", "mla_up_proj")}
 WINDOW = {"sliding_window": 4, "query_pre_attn_scalar": 4, "head_dim": 4}
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**SMALL, **LATENT, **GROUPED, "num_key_value_heads": 4, "first_k_dense_replace": 1},
@@ -186,7 +187,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("family", "engine"),
     [
-        ("deepseek_v3", UNITS),
+        ("deepseek_v3", {**UNITS, **PARTS}),
         ("deepseek_v3", {**FSDP2, **FULL}),
         ("qwen3", {**UNITS, **FULL}),
         ("qwen3", FSDP2),

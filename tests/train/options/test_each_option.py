@@ -36,12 +36,14 @@ def job_of(words: str, world: World) -> Job:
     [
         ("--fp8-param-gather --fp8-format hybrid", "fp8"),
         ("--fp8-param-gather --fp8-format e4m3 --fp8-recipe mxfp8", "mxfp8"),
+        ("--fp8-param-gather --fp8-recipe mxfp8 --reuse-grad-buf-for-mxfp8-param-ag", "mxfp8"),
         ("--fp4-param-gather --fp4-format e2m1 --fp4-recipe nvfp4", "nvfp4"),
     ],
 )
 def test_a_recipe_chooses_the_weight_format(words: str, formats: str) -> None:
     job = job_of(f"{UNITS} {words}", World(RANKS, "cuda"))
     assert resolve_ddp(job.ddp, RANKS, 1000).policy.weight_formats == {"*": formats}
+    assert [note.split()[0] for note in job.notes] == [each for each in words.split() if "reuse" in each]
 
 
 @pytest.mark.parametrize(

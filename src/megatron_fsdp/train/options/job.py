@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 
 import torch
 
+from megatron_fsdp.config.arguments import IN_SLOTS
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.ddp_config_flags import in_flags, off_flag_of
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
@@ -324,7 +325,14 @@ def _engine_config(
         return replace(options.ddp, use_megatron_fsdp=False, data_parallel_sharding_strategy="no_shard")
     config = _with_gradient_dtypes(options, dtype, notes)
     if options.training.fp8_recipe == "mxfp8":
-        config = replace(config, fp8_param_gather=False, megatron_fsdp_weight_format=("mxfp8",))
+        if config.reuse_grad_buf_for_mxfp8_param_ag:
+            notes.append(f"--reuse-grad-buf-for-mxfp8-param-ag has no effect: {IN_SLOTS}")
+        config = replace(
+            config,
+            fp8_param_gather=False,
+            reuse_grad_buf_for_mxfp8_param_ag=False,
+            megatron_fsdp_weight_format=("mxfp8",),
+        )
     for sentence in config.idle_settings().values():
         raise ConfigurationError(in_flags(sentence))
     if config.megatron_fsdp_use_decoupled_grad:
