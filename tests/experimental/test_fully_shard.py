@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from megatron_fsdp.experimental import (
 from megatron_fsdp.experimental.context import FsdpContext
 from megatron_fsdp.experimental.module import FsdpModule
 from megatron_fsdp.fully_shard import fully_shard_optimizer as connect_to_wrapper
+from megatron_fsdp.trace import trace
 from megatron_fsdp.wrap.in_place import engine_of_module
 from tests.support.on_ranks import on_ranks
 
@@ -225,6 +227,39 @@ def test_roots_without_a_module_above_them_share_an_engine() -> None:
     assert list(context.forward_order) == list(net)
     assert list(context.backward_order) == list(net)[::-1]
     assert_like_one_process(net, reference, context, 2)
+
+
+@on_ranks(2)
+def test_a_root_may_own_nothing_and_orders_are_depth_first() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), nn.Linear(6, 6))
+    reference = copy.deepcopy(net)
+    first, second, last = net[0][0], net[0][1], net[1]
+    context = shard(net, ["zero-3"], lambda net: [first, second, net[0], last, net])
+    assert [module.parameter_groups for module in (net, net[0])] == [(), ()]  # type: ignore[misc]
+    assert list(context.forward_order) == [net, net[0], first, second, last]
+    assert list(context.backward_order) == [net, last, net[0], second, first]
+    assert_like_one_process(net, reference, context, 2)
+
+
+@on_ranks(2)
+def test_whole_weights_beside_sharded_ones_are_gathered_once_a_step() -> None:
+    net, _ = pair()
+    context = shard(net, ["zero-1", "zero-3"], blocks_and_root)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    fully_shard_optimizer(optimizer)
+    for _ in range(2):
+        with trace(net, steps=1) as recording:
+            for data in batches(3, 0)[:, dist.get_rank()]:
+                net(data).square().mean().backward()
+            optimizer.step()
+    gathers = Counter(span.unit for span in recording.result().spans if span.phase == "gather")
+    labels = [unit.label for unit in context.engine.units]
+    assert {labels[unit]: count for unit, count in gathers.items() if labels[unit] in ("blocks.0", "blocks.2")} == {
+        "blocks.0": 1,
+        "blocks.2": 1,
+    }
+    assert gathers[labels.index("blocks.1")] >= 3
 
 
 @on_ranks(2)

@@ -175,7 +175,8 @@ class Executor:
             scope = (sync_scope or unit.sync_scope) if action is _REDUCE else SyncScope.NOWHERE
             # Only what is sent counts, so not a deferred reduction. See Note [What ranks agree on, and when].
             if action is _UNSHARD or (action is _REDUCE and scope is not SyncScope.NOWHERE):
-                self._fold(action, unit_index)
+                code = 2 * unit_index + (action is _REDUCE)
+                self.operations_digest = (self.operations_digest * 1_000_003 + code) % _DIGEST_LIMIT
             # Set here and not in `except`: FINALISE takes it back when communication is over, and may raise after that.
             before, self.is_broken = self.is_broken, True
             try:
@@ -213,10 +214,6 @@ class Executor:
         where = f"during {phase.value!r} of unit {unit.label}"
         with explained(where, self.observers), self.observers.during(phase, unit.index):
             yield
-
-    def _fold(self, action: Action, unit: int) -> None:
-        """Fold an operation into the digest of all-gathers and reductions, which ranks compare."""
-        self.operations_digest = (self.operations_digest * 1_000_003 + 2 * unit + (action is _REDUCE)) % _DIGEST_LIMIT
 
     def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
         if not unit.gathered_bytes:

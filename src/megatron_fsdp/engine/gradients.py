@@ -589,11 +589,6 @@ class GradientBuffers:
                 waiting.mul_(factor)
 
     @property
-    def waits_for_reduction(self) -> bool:
-        """True if a reduction, or its second stage, is deferred."""
-        return self.has_unreduced_gradient or self.has_partly_reduced
-
-    @property
     def has_unattached(self) -> bool:
         """True if any gradient was accumulated that is not attached as `.grad`."""
         return (

@@ -79,16 +79,13 @@ class GradientReducer:
         return self.main_region.numel < self.first_region.numel
 
     @property
-    def _exchanges_outer(self) -> bool:
-        return self.scatters_outer and self._outer is not None and self._outer.exchanges_pairwise
-
-    @property
     def factor(self) -> float:
         """Factor that the final result is multiplied by."""
         factor = self.reduction.post_factor
         if self._averages:  # a local sum averages nothing
             factor /= self._inner.num_ranks if self.exchanges_inner else 1
-            factor /= self._outer.num_ranks if self._outer is not None and self._exchanges_outer else 1
+            if self.scatters_outer and self._outer is not None and self._outer.exchanges_pairwise:
+                factor /= self._outer.num_ranks
         return factor
 
     @property

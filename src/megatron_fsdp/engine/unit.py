@@ -221,7 +221,8 @@ class Unit:
         Offloaded shards are copied there before, on `copy_stream`.
         """
         # The same block again: the full parameters are views of it already, and so are those that autograd saved.
-        if block is not None and (block is not self._block or not self._are_pointed):
+        are_pointed = all(group.is_pointed for group in self.groups if group.plan.gathered_bytes)
+        if block is not None and (block is not self._block or not are_pointed):
             self._use(block)
         for group, full in zip(self.groups, self.gathered, strict=True):
             # It sends what the gather over the outer ranks writes, on a stream of its own: so it goes behind that.
@@ -250,10 +251,6 @@ class Unit:
         was_any = bool(works)
         works.clear()
         return was_any
-
-    @property
-    def _are_pointed(self) -> bool:
-        return all(group.is_pointed for group in self.groups if group.plan.gathered_bytes)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor is a view of this unit's gathered weights in a slot."""
