@@ -3,14 +3,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.compare import main, parse
+from benchmarks.compare import parse
 from benchmarks.contenders import (
     DEEPSPEED_HOST,
     OURS,
@@ -28,8 +27,6 @@ from megatron_fsdp import optional_packages
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.errors import ConfigurationError, MissingPackageError
 from tests.support.source_tree import ROOT, SOURCE
-
-TENSORS = 3 * 20 + 5
 
 Run = tuple[dict[str, Any], str]
 
@@ -131,26 +128,6 @@ def test_what_is_sent_is_what_the_strategy_needs(tiny_run: Run) -> None:
     assert weights_bytes <= native < 1.1 * weights_bytes
     assert moved["ours-3"]["sent_bytes"] < moved["fsdp2"]["sent_bytes"]
     assert moved["fsdp2"]["copied_numel"] - moved["floor"]["copied_numel"] > weights_bytes
-
-
-@pytest.mark.full
-def test_memory_between_steps_holds_weights_and_optimizer_state(tiny_run: Run) -> None:
-    weights_bytes = 4 * tiny_run[0]["parameter_numel"]
-    live = {line["name"]: line["live"] for line in tiny_run[0]["contenders"]}
-    assert live["floor"]["persistent"] == 3 * weights_bytes + 4 * TENSORS  # with the optimizer's step counters
-    for name in live.keys() - set(WIRES):
-        assert live[name]["peak"] > live[name]["persistent"] > weights_bytes
-
-
-@pytest.mark.full
-def test_without_memory_steps_are_timed_all_the_same(tmp_path: Path) -> None:
-    command = "--model tiny --device cpu --steps 1 --warmup 1 --ranks 1 --contenders ours-3 --no-memory --out"
-    assert main([*command.split(), str(tmp_path / "made.json")]) == 0
-    found = json.loads((tmp_path / "made.json").read_text())
-    for line in found["contenders"]:
-        assert (line["live"]["peak"], line["moved"], line["disagrees"]) == (0, None, None)
-        assert line["wall_s"]["median"] > 0
-        assert line["losses"] == pytest.approx(found["reference_losses"], rel=1e-6)
 
 
 def test_deepspeed_takes_no_part_where_it_is_not_installed_or_not_all_is_float32(

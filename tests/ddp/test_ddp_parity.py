@@ -1,7 +1,5 @@
 """Buckets equal one process: every model, Megatron's schedule, other meshes, and whatever else a loop may do."""
 
-import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,7 +28,7 @@ from tests.support.case import (
     defer_two_of_three,
     each_half,
 )
-from tests.support.on_ranks import assert_equal_tensors, engine_of, on_ranks
+from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.zoo import (
     ATTENTION,
     DENSE,
@@ -41,7 +39,6 @@ from tests.support.zoo import (
     Layer,
     ModelCase,
     Nested,
-    Ordered,
     vector_case,
 )
 
@@ -148,40 +145,6 @@ def test_delayed_units_are_reduced_once_each_out_of_two_buckets(strategy: str) -
         found.append((model.traffic().since(before), model.memory().transient_peak_bytes))
     assert found[0] == found[1]
     assert found[0][0].reductions == 6
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("num_ranks", "instances"), [(4, 2), (2, 2), (4, 4)])
-def test_several_instances_of_the_optimizer(run_ranks: RunRanks, num_ranks: int, instances: int) -> None:
-    several: dict[str, Any] = {"num_distributed_optimizer_instances": instances}
-    buckets = [
-        ddp(
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=number != 1,
-            average_in_collective=number == 1,
-            bucket_size=(60, 500, 1)[number],
-            **several,
-            **gathers,
-        )
-        for number, gathers in enumerate(GATHERS)
-    ]
-    jobs = [
-        (Scenario(SCRIPTS[1][0], CASES[name], OPTIMIZERS[1]), setting)
-        for name, setting in zip(("odd_shapes", "transformer", "scalars"), buckets, strict=True)
-    ]
-    pairs = [("optim_grads_params", "optim")]
-    if (num_ranks, instances) != (4, 2):
-        pairs = [("no_shard", "no_shard"), ("optim", "optim"), ("optim_grads_params", "no_shard")]
-        pairs += [("optim_grads", "optim")]
-    for inner, outer in pairs:
-        setting = ddp(
-            use_megatron_fsdp=True,
-            data_parallel_sharding_strategy=inner,
-            outer_dp_sharding_strategy=outer,
-            **several,
-        )
-        jobs.append((Scenario(SCRIPTS[1][0], CASES["odd_shapes"], OPTIMIZERS[1]), setting))
-    check_jobs(run_ranks, num_ranks, jobs)
 
 
 SHARDS: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 60}
@@ -299,13 +262,6 @@ def test_experts_are_reduced_over_their_own_ranks(run_ranks: RunRanks, averages:
     check_jobs(run_ranks, 4, [(Scenario(defer_two_of_three, TOP2), ddp(arrangement=EXPERTS, **fields))])
 
 
-@pytest.mark.full
-def test_tensor_parallel_parameters(run_ranks: RunRanks) -> None:
-    arrangement = tensor_parallel(divide_tensors)
-    jobs = [(Scenario(defer_two_of_three, DENSE), ddp(arrangement=arrangement, **fields)) for fields in SETTINGS]
-    check_jobs(run_ranks, 4, jobs)
-
-
 @on_ranks(4)
 def test_a_number_of_buckets_counts_the_parts_of_tensor_parallel_ranks() -> None:
     """Each rank cuts what it holds into so many buckets, not what all tensor-parallel ranks hold together."""
@@ -320,25 +276,6 @@ def test_a_number_of_buckets_counts_the_parts_of_tensor_parallel_ranks() -> None
 LATE = ddp(use_distributed_optimizer=True)
 ALL = (REPLICATED, LATE, IN_TURN, TOGETHER)
 Settings = tuple[DdpSetting, ...]
-
-ORDERED = vector_case(Ordered)
-
-
-def layers_by_rank(run: Run) -> None:
-    """Ranks call different layers in different orders and numbers, also none; otherwise in every step."""
-    orders = [[(0, 1, 2, 3), (3, 3), ()], [(2,), (0, 1, 1, 0), (1, 3)], [(0,), (), (2, 1, 0, 3)]]
-    for step, of_ranks in enumerate([*orders, orders[1]]):
-        for rank in run.ranks_here:
-            run.module.order = of_ranks[(rank + step) % 3]  # type: ignore[assignment]
-            run.backward_of(rank, step)
-        run.step()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_that_call_different_layers(run_ranks: RunRanks, num_ranks: int) -> None:
-    asking = [replace(setting, options=(("find_unused_parameters", True),)) for setting in ALL]
-    check_strategies(run_ranks, num_ranks, Scenario(layers_by_rank, ORDERED), asking)
 
 
 @each_half(ALL)
@@ -410,39 +347,6 @@ def call_parts(run: Run) -> None:
 def test_parts_of_outputs_and_parts_of_models(run_ranks: RunRanks, settings: Settings) -> None:
     check_strategies(run_ranks, 2, Scenario(call_parts, vector_case(TwoHeads)), settings)
     check_strategies(run_ranks, 2, Scenario(backward_of_one_output, vector_case(TwoHeads)), settings)
-
-
-# ---- compiled modules ------------------------------------------------------------------------------------------------
-
-
-def _present(run: Any) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in run.sharded.full_gradients().items() if value is not None}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("setting", [REPLICATED, IN_TURN])
-@pytest.mark.parametrize("how", ["layers", "model"])
-@on_ranks(2)
-def test_compiled_modules_compute_the_same(how: str, setting: DdpSetting) -> None:
-    """Three steps of a model of which some part is compiled, beside the same model as it is."""
-    torch._dynamo.reset()
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    scenario = Scenario(lambda _run: None, vector_case(Ordered))
-    plain, run = Run(scenario, setting), Run(scenario, setting)
-    if how == "layers":
-        for layer in run.module.layers:  # type: ignore[union-attr]
-            layer.compile(backend="eager")
-    else:
-        run.module.compile(backend="eager")
-    for step in range(3):
-        for each in (plain, run):
-            each.loss(step).backward()
-        assert_equal_tensors(_present(run), _present(plain))
-        for each in (plain, run):
-            each.optimizer.step()
-            each.optimizer.zero_grad()
-    assert run.recording.losses == plain.recording.losses
-    torch._dynamo.reset()
 
 
 # ---- ranks without data ----------------------------------------------------------------------------------------------

@@ -68,13 +68,6 @@ def test_the_command_names_a_fault_as_json(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.full
-def test_what_is_not_judged_is_no_difference_to_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ["tests.doctor.models:build_dropout", "--batch", "tests.doctor.models:vectors"]
-    assert main(["doctor", *model, "--loss", "tests.doctor.models:square_loss", "--ranks", "1", "--steps", "1"]) == 2
-    assert "NOT JUDGED: 1 rank against one process" in capsys.readouterr().out
-
-
-@pytest.mark.full
 def test_the_command_checks_a_transformers_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3, "vocab_size": 40, "n_positions": 16}

@@ -142,25 +142,6 @@ def test_ranks_have_the_bits_of_one_process(run_ranks: RunRanks, num_ranks: int)
     check(run_ranks, num_ranks, JOBS)
 
 
-MORE = [
-    job("partly_frozen"),
-    job("scalars", strategy=1),
-    job("odd_shapes", strategy=0),
-    job(strategy=0, report_nan_in_param_grad=True),
-    job("scalars", strategy=2),
-    job("odd_shapes", auto_sync=False),
-    job(weight_allocator="resize", forward_prefetch_units=3),
-    job(max_gathered_units=1, backward_prefetch_units=0, forward_prefetch_units=0),
-    job(report_nan_in_param_grad=True, find_unused_parameters=True),
-]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_options_and_odd_models_change_no_bit(run_ranks: RunRanks, num_ranks: int) -> None:
-    check(run_ranks, num_ranks, MORE)
-
-
 LOW_CASE = replace(MODEL_CASES["transformer"], build=low)
 LOW = [
     job(LOW_CASE, policy=MixedPrecisionPolicy(FP32, FP32, BF16)),

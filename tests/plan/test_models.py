@@ -1,7 +1,5 @@
 """Models on the meta device: published sizes, every way to say which, and what is refused."""
 
-import contextlib
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -142,44 +140,6 @@ def test_a_config_gives_the_class_that_it_names() -> None:
     small = {"model_type": "bart", "encoder_layers": 1, "decoder_layers": 1, "d_model": 16, "vocab_size": 50}
     for name in ("BartForCausalLM", "BartForConditionalGeneration", "BartModel", "BartForSequenceClassification"):
         assert type(build_meta_model({**small, "architectures": [name]})).__name__ == name
-
-
-def shortened(config: Any) -> Any:
-    """The config with two layers of each kind: what it names does not depend on their number."""
-    for name in ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "depth"):
-        if isinstance(count := getattr(config, name, None), int) and count > 2:
-            with contextlib.suppress(Exception):
-                setattr(config, name, 2)
-    for name in getattr(config, "sub_configs", None) or ():
-        if (inner := getattr(config, name, None)) is not None:
-            shortened(inner)
-    return config
-
-
-@pytest.mark.full
-def test_no_config_gives_a_part_of_its_model() -> None:
-    """Every family of transformers: all of the base model is there; what is refused transformers does not build."""
-    built = 0
-    for model_type in sorted(transformers.CONFIG_MAPPING):
-        try:
-            config = shortened(transformers.CONFIG_MAPPING[model_type]())
-        except Exception:  # noqa: BLE001  # some need fields
-            continue
-        base: nn.Module | None
-        try:
-            with torch.device("meta"):
-                base = transformers.AutoModel.from_config(copy.deepcopy(config))
-        except Exception:  # noqa: BLE001  # has none, or needs a package
-            base = None
-        try:
-            model = build_meta_model(config)
-        except ConfigurationError:
-            assert base is None, model_type
-            continue
-        built += 1
-        holds_base = base is None or any(type(part) is type(base) for part in model.modules())
-        assert holds_base or numel(model) >= numel(base), model_type
-    assert built > 400
 
 
 def test_dtypes_that_do_not_apply_are_refused() -> None:

@@ -142,18 +142,6 @@ def _step(simulated: SimulatedModel) -> None:
     simulated.optimizer.zero_grad()
 
 
-@pytest.mark.full
-def test_a_thousand_ranks_by_arithmetic() -> None:
-    """Each layer has 4,096 fp32 elements: 4 on each of 1,024 ranks."""
-    with simulated_model(_Tower, num_ranks=1024, rank=1023, build_optimizer=torch.optim.AdamW) as simulated:
-        _step(simulated)
-        memory, traffic = simulated.model.memory(), simulated.model.traffic()
-        sent = simulated.model.full_parameters()["layers.0.weight"].shape
-    assert memory.compute_weight_bytes == memory.main_grad_bytes == 8 * 4 * 4
-    assert (traffic.reductions, traffic.reduce_bytes) == (8, 8 * 4 * (4096 - 4))
-    assert sent == (64, 64)
-
-
 def test_hybrid_groups_are_made() -> None:
     batch = torch.ones(2, 64)  # of values, from outside
     with simulated_model(_Tower, num_ranks={"o": 4, "i": 64}, rank=70, dp_outer_dim="o") as simulated:

@@ -16,7 +16,6 @@ from megatron_fsdp.train.models.trained import Trained
 from tests.conftest import RunRanks
 from tests.support.train_program import (
     LIMIT_S,
-    OPTIONS,
     by_step,
     differences,
     environment,
@@ -162,43 +161,6 @@ def test_ranks_that_start_again_go_on_from_what_they_saved_and_not_from_what_the
     assert list(by_step(tmp_path / "1", "loss")) == list(range(1, 9))
     assert by_step(tmp_path / "1", *NUMBERS) == by_step(tmp_path / "whole", *NUMBERS)
     assert differences(tmp_path / "saved" / "iter_0000008", tmp_path / "all" / "iter_0000008") == []
-
-
-@pytest.mark.full
-def test_another_number_of_ranks_trains_on_the_same_samples(
-    run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path
-) -> None:
-    without_batch = [word for word in OPTIONS if word not in ("--global-batch-size", "6")]
-    assert len(without_batch) == len(OPTIONS) - 2
-    folder = str(tmp_path / "saved")
-    run_ranks(2, train, *data, "--global-batch-size", "4", "--out", str(tmp_path / "whole"))
-    parts = [(2, "3"), (3, "6"), (1, "8")]
-    told = []
-    for ranks, until in parts:
-        options = (*data, "--save", folder, "--load", folder, "--train-iters", "8", "--exit-interval", until)
-        told += run_ranks(ranks, output_without_batch, *options, "--out", str(tmp_path / "parts"))[:1]
-    assert "--global-batch-size" not in told[0]
-    for text, ranks in ((told[1], 3), (told[2], 1)):
-        assert f"--global-batch-size 4, as in the run that saved {folder}" in text
-        assert f"{2 * ranks} would follow from the ranks" in text
-    whole, found = (by_step(tmp_path / name, *NUMBERS) for name in ("whole", "parts"))
-    assert list(found) == list(range(1, 9))
-    for step, (loss, norm, rate, samples, checksum) in whole.items():
-        assert found[step][2:] == (rate, samples, checksum)
-        assert found[step][0] == pytest.approx(loss, rel=1e-4)
-        assert found[step][1] == pytest.approx(norm, rel=2e-3)  # rounding, which Adam's first steps make larger
-
-
-def output_without_batch(*options: str) -> str:
-    """As `output_of`, but with a batch that follows from the ranks."""
-    from tests.support import train_program
-
-    kept, before = OPTIONS.index("--global-batch-size"), train_program.OPTIONS
-    train_program.OPTIONS = (*OPTIONS[:kept], *OPTIONS[kept + 2 :])
-    try:
-        return output_of(*options)
-    finally:
-        train_program.OPTIONS = before
 
 
 @pytest.mark.full

@@ -30,14 +30,6 @@ def dcp_save(state: dict[str, Any], path: Path, **kwargs: Any) -> None:
         dcp.save(state, checkpoint_id=path, no_dist=True, **kwargs)
 
 
-def dcp_load(state: dict[str, Any], path: Path, **kwargs: Any) -> dict[str, Any]:
-    """`dcp.load` of one process, without its warning that there is one; returns the state."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=path, no_dist=True, **kwargs)
-    return state
-
-
 def save_cut(tensors: Mapping[str, tuple[torch.Tensor, Sequence[Box]]], path: Path) -> CheckpointFolder:
     """Tensors, each cut into the boxes given."""
     path.mkdir(parents=True)
