@@ -43,11 +43,12 @@ def lora(**changes: Any) -> Any:
 
 
 class _Quiet(warnings.catch_warnings):
-    """Ignores what peft has to say about transformers: names of checkpointing, tied weights."""
+    """Ignores what peft has to say about transformers: names of checkpointing, tied weights, fused experts."""
 
     def __enter__(self) -> None:
         super().__enter__()
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+        warnings.filterwarnings("ignore", r"The following \w+_pattern keys did not match", RuntimeWarning)
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
 
 
@@ -125,6 +126,13 @@ CASES: dict[str, tuple[int, list[tuple[str, str, Any, dict[str, Any], torch.dtyp
             ("megatron_fsdp", "llama", lora(), RECOMPUTE, torch.float32),
             ("fsdp2", "llama", lora(modules_to_save=["lm_head"]), {}, torch.float32),
             ("ddp", "llama_tied", lora(target_modules="all-linear"), {}, torch.float32),
+        ],
+    ),
+    "experts": (
+        2,
+        [
+            (name, "mixtral", lora(target_modules="all-linear"), {}, torch.float32)
+            for name in ("megatron_fsdp", "fsdp2")
         ],
     ),
     **{
