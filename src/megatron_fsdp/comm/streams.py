@@ -225,7 +225,7 @@ class SideStream:
     """A stream beside the current one for work that the host waits for; the current one on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @contextmanager
@@ -234,7 +234,7 @@ class SideStream:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             yield
         self._stream.synchronize()
@@ -242,7 +242,7 @@ class SideStream:
     def hand_over(self, tensor: torch.Tensor) -> None:
         """Keep the memory of a block's tensor until what the current stream does with it is over."""
         if self._stream is not None:
-            tensor.record_stream(torch.cuda.current_stream(self._device))
+            tensor.record_stream(torch.cuda.current_stream(self.device))
 
 
 def is_capturing(device: torch.device) -> bool:

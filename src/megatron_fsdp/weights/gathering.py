@@ -84,6 +84,12 @@ def _weights_of(engine: Engine, group: ParameterGroup, dtype: torch.dtype, value
             engine.executor.wait_for_outer()
             engine.executor.run(engine.scheduler.weights_requested(unit))
         return weights.compute.local, Region(0, plan.layout.numel)
+    return local_weights(group, values)
+
+
+def local_weights(group: ParameterGroup, values: str) -> Memory:
+    """Return this rank's main weights, rounded by the weight format if values are to be as computed."""
+    weights, plan = group.weights, group.plan
     main = weights.main.local.detach()
     if weights.quantizer is not None and values == "computed":
         if isinstance(weights.quantizer, WrappingQuantizer):

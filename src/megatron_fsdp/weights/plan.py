@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
@@ -232,14 +232,14 @@ def make_plan(module: nn.Module, choice: Choice, groups: Groups, receivers: Sequ
         for part in tensor.parts:
             feeds.setdefault(part.key, []).append((wires[name], part))
     used = [
-        replace(source, dtype=_gathered_dtype(source, _fed(source, feeds), choice.values))
+        replace(source, dtype=_gathered_dtype(source, fed(source, feeds), choice.values))
         for source in _in_order(sources, wires, feeds)
     ]
     if receivers is not None:
         used = _shared_out(used, feeds, receivers)
     holders = dict[str, int | None]()
     for source in used:
-        for wire in _fed(source, feeds):
+        for wire in fed(source, feeds):
             if holders.setdefault(wire.meta.name, source.receiver) != source.receiver:
                 raise ConfigurationError(
                     f'{wire.meta.name} is made of tensors of several layers; give one rank as destination, or "all"'
@@ -358,7 +358,7 @@ def _place_of(group: ParameterGroup) -> Place:
     return (*group.shard_specs[0].description.coordinate, *map(dist.get_rank, group.plan.rank_mesh.foreign_groups))
 
 
-def _fed(source: Source, feeds: Mapping[str, Sequence[tuple[Wire, Part]]]) -> list[Wire]:
+def fed(source: Source, feeds: Mapping[str, Sequence[tuple[Wire, Part]]]) -> list[Wire]:
     """List the tensors of the wire that are made of a source."""
     return [wire for name in source.names for wire, _ in feeds.get(name, ())]
 
@@ -371,11 +371,11 @@ def _in_order(
     at_name = {name: at for at, name in enumerate(wires)}
 
     def order(source: Source) -> tuple[int, int]:
-        names = [wire.meta.name for wire in _fed(source, feeds)]
+        names = [wire.meta.name for wire in fed(source, feeds)]
         layer = min(-1 if _layer_of(name) is None else layers[name] for name in names)
         return layer, min(map(at_name.__getitem__, names))
 
-    return sorted((source for source in sources if _fed(source, feeds)), key=order)
+    return sorted((source for source in sources if fed(source, feeds)), key=order)
 
 
 def _gathered_dtype(source: Source, fed: Sequence[Wire], values: str) -> torch.dtype:
@@ -393,10 +393,10 @@ def _shared_out(
 ) -> list[Source]:
     """Give each layer to the receiver that has the fewest bytes so far."""
     given, found = dict.fromkeys(receivers, 0), list[Source]()
-    for _, run in groupby(sources, key=lambda source: _layer_of(_fed(source, feeds)[0].meta.name)):
+    for _, run in groupby(sources, key=lambda source: _layer_of(fed(source, feeds)[0].meta.name)):
         layer = list(run)
         chosen = min(given, key=given.__getitem__)
-        given[chosen] += sum(wire.meta.nbytes for source in layer for wire in _fed(source, feeds))
+        given[chosen] += sum(wire.meta.nbytes for source in layer for wire in fed(source, feeds))
         found += [replace(source, receiver=chosen) for source in layer]
     return found
 
@@ -423,15 +423,21 @@ Pending = dict[str, tuple[torch.Tensor | None, int]]
 
 
 def complete(
-    plan: Plan, bucket: Sequence[Source], full: dict[str, torch.Tensor] | None, pending: Pending
+    plan: Plan,
+    bucket: Sequence[Source],
+    full: dict[str, torch.Tensor] | None,
+    pending: Pending,
+    only: Collection[str] | None = None,
 ) -> Iterator[tuple[Wire, torch.Tensor | None]]:
     """Iterate over the tensors of the wire that a bucket completes; None for each where nothing was gathered here.
 
-    `full` are the model tensors by name; taken out one after another.
+    `full` are the model tensors by name, taken out one after another; `only`: names to go by, None: all.
     """
     for name in (name for source in bucket for name in source.names):
         tensor = None if full is None else full.pop(name)
         for wire, part in plan.feeds.get(name, ()):
+            if only is not None and wire.meta.name not in only:
+                continue
             made, left = pending.pop(wire.meta.name, (None, len(wire.parts)))
             if tensor is not None:
                 value = tensor[part.source.indices]

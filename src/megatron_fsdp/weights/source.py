@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError, RankError, ScheduleError
 from megatron_fsdp.sharding.units import ROOT_UNIT
 from megatron_fsdp.state.full_tensors import check_between_steps, check_bucket_bytes, open_pass
+from megatron_fsdp.weights.delta import MAX_NUMEL, Patch, Shard, Snapshot, gather_changes, local_shards, sum_counts
 from megatron_fsdp.weights.gathering import gather_bucket
 from megatron_fsdp.weights.plan import (
     Choice,
@@ -32,6 +34,7 @@ from megatron_fsdp.weights.plan import (
     Source,
     Wire,
     complete,
+    fed,
     layerwise_groups,
     make_plan,
 )
@@ -83,6 +86,7 @@ class WeightSource:
             one rank. Tensors that this library has not sharded are gathered on all ranks nevertheless.
         device: Of the tensors; None: the model's.
         group: The ranks that hold the model; None: those that it is sharded over, else all.
+        snapshot: Where `changed` keeps this rank's part of what was sent last: "off", "device" or "cpu".
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class WeightSource:
         destination: int | str = "all",
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
+        snapshot: str = "off",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigurationError(f"model is a {type(model).__name__}; give an nn.Module, sharded or not")
@@ -109,6 +114,8 @@ class WeightSource:
         self._destination = destination
         self._device = None if device is None else torch.device(device)
         self._engines = _engines_of(model)
+        self._keeps = snapshot
+        self._snapshot = Snapshot(snapshot == "cpu")
         self._plan: Plan | None = None
         self._planned_for: tuple[int, ...] = ()
         self._side: SideStream | None = None
@@ -138,6 +145,7 @@ class WeightSource:
                 made = make_plan(unwrap(self._model), self._choice, self.ranks, self._receivers())
                 digest = hashlib.sha256(repr([(*vars(meta).values(),) for meta in made.metas]).encode()).hexdigest()
                 told = {"bucket_bytes": self._choice.bucket_bytes, "destination": self._destination}
+                told |= {"snapshot": self._keeps}
                 facts |= {name: str(value) for name, value in told.items()} | {"names, dtypes and shapes": digest}
             self._plan, self._planned_for = made, self._parameter_ids()
         return self._plan
@@ -157,6 +165,11 @@ class WeightSource:
         allowed["adapters"] = "refuse merged only"
         if isinstance(choice.names, str):
             allowed["names"] = "hf model"
+        if self._keeps not in ("off", "device", "cpu") or (self._keeps != "off" and choice.adapters == "merged"):
+            raise ConfigurationError(
+                f"snapshot={self._keeps!r} with adapters={choice.adapters!r}; give 'off', or without merged adapters, "
+                "of which no rank holds a part, 'device' or 'cpu'"
+            )
         for name, words in allowed.items():
             if getattr(choice, name) not in words.split():
                 given, known = getattr(choice, name), " or ".join(map(repr, words.split()))
@@ -280,11 +293,46 @@ class WeightSource:
         """
         return self._pass("a pass over weights", self._full)
 
-    def _pass(self, what: str, make: Callable[[Plan], Iterator[Any]]) -> Iterator[Any]:
+    def changed(self, since: int | None = None, *, dense_above: float = 0.25) -> Iterator[Patch]:
+        """Iterate over what has changed since the last pass that was committed. Collective.
+
+        Every rank gets the sparse patches; whole tensors go to the destination.
+
+        Args:
+            since: The version that the receiver has; None: that of the snapshot.
+            dense_above: A tensor of which a larger part has changed comes whole.
+
+        Raises:
+            ScheduleError: There is no snapshot, or of another version: send everything first.
+        """
+        check = partial(self._check_snapshot, since)
+        return self._pass("a pass over changed weights", partial(self._delta, dense_above=dense_above), check)
+
+    def commit(self) -> None:
+        """Make the last complete pass what `changed` compares with, once the engine has confirmed it."""
+        self._snapshot.commit()
+
+    def local_shards(self) -> Iterator[Shard]:
+        """Iterate over this rank's ranges of the flattened tensors; no communication once the metadata is known."""
+        plan = self._planned()
+        self._refuse("local shards were asked for")
+        for engine in self._engines:
+            engine.refresh_weights()
+        return local_shards(plan, self._choice.values, self.ranks)
+
+    def close(self) -> None:
+        """Drop the plan and the snapshot."""
+        self._plan = None
+        self._snapshot.clear()
+
+    def _pass(
+        self, what: str, make: Callable[[Plan], Iterator[Any]], check: Callable[[], object] = lambda: None
+    ) -> Iterator[Any]:
         """Iterate over what a pass makes of one version of the weights, and tell the others how it ended here."""
         with ExitStack() as stack:
             with all_agree(what, self.ranks) as facts:
                 self._refuse(f"{what} was begun")
+                check()
                 facts["version"] = self.label
                 facts["plan"] = str(self._plan is not None and self._planned_for == self._parameter_ids())
             plan = self._planned()
@@ -304,6 +352,7 @@ class WeightSource:
                 if not is_told and not hasattr(error, "__agreed__"):
                     self._meet(what, _State.FAILED, error)
                 raise
+            self._snapshot.finish()
 
     def _refuse(self, what: str) -> None:
         for engine in self._engines:
@@ -354,6 +403,8 @@ class WeightSource:
             yield bucket
 
     def _full(self, plan: Plan) -> Iterator[Named]:
+        if self._keeps != "off":
+            self._snapshot.take(self.version, local_shards(plan, self._choice.values, self.ranks))
         left, pending = len(plan.wires), Pending()
         for bucket in self._met(plan):
             for wire, tensor in self._completed(plan, bucket, pending):
@@ -362,8 +413,41 @@ class WeightSource:
                 yield wire.meta.name, tensor
                 del tensor
 
+    def _check_snapshot(self, since: int | None) -> None:
+        version = self._snapshot.version
+        if version is None:
+            raise ScheduleError(
+                'there is no snapshot to compare with; give snapshot="device" or "cpu", send everything, and commit()'
+            )
+        if since not in (None, version):
+            raise ScheduleError(
+                f"the receiver has version {since}, and the snapshot is of version {version}; send everything first"
+            )
+
+    def _delta(self, plan: Plan, dense_above: float) -> Iterator[Patch]:
+        changes = self._snapshot.changes(self.version, local_shards(plan, self._choice.values, self.ranks))
+        assert self._side is not None
+        device, metas = self._side.device, {meta.name: meta for meta in plan.metas}
+        summed = sum_counts([changes.count(name) for name in metas], self.ranks, device)
+        counts = dict(zip(metas, summed, strict=True))
+        dense = {
+            name
+            for name, meta in metas.items()
+            if counts[name] > dense_above * meta.numel or (counts[name] and meta.numel > MAX_NUMEL)
+        }
+        pending, nothing = Pending(), Pending()
+        for bucket in self._met(plan):
+            needed = [source for source in bucket if any(wire.meta.name in dense for wire in fed(source, plan.feeds))]
+            for wire, tensor in self._completed(plan, needed, pending, dense) if needed else ():
+                if tensor is not None:
+                    yield Patch(wire.meta.name, None, tensor, wire.meta.shape)
+                del tensor
+            here = [wire.meta for wire, _ in complete(plan, bucket, None, nothing)]
+            sparse = [meta for meta in here if counts[meta.name] and meta.name not in dense]
+            yield from gather_changes(sparse, changes, self.ranks, device)
+
     def _completed(
-        self, plan: Plan, bucket: Sequence[Source], pending: Pending
+        self, plan: Plan, bucket: Sequence[Source], pending: Pending, only: Collection[str] | None = None
     ) -> Iterator[tuple[Wire, torch.Tensor | None]]:
         """Gather a bucket, and iterate over the tensors of the wire that it completes."""
         assert self._side is not None
@@ -374,7 +458,7 @@ class WeightSource:
             found = gather_bucket(bucket, plan, self._choice.values)
         for tensor in (found or {}).values():
             self._side.hand_over(tensor)
-        for wire, made in complete(plan, bucket, found, pending):
+        for wire, made in complete(plan, bucket, found, pending, only):
             yield wire, made if made is None or self._device is None else made.to(self._device)
             del made
 
