@@ -19,7 +19,17 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a plain script, this folder is no package
 
-from benchmarks.contenders import DDP, DDP_ZERO, DEEPSPEED_HOST, DEEPSPEED_RELEASES, FSDP2, OURS, OURS_BY_BUCKETS, WIRES
+from benchmarks.contenders import (
+    DDP,
+    DDP_ZERO,
+    DEEPSPEED_HOST,
+    DEEPSPEED_RELEASES,
+    FSDP2,
+    OURS,
+    OURS_BY_BUCKETS,
+    OURS_FSDP2,
+    WIRES,
+)
 from benchmarks.launching import write_document
 from benchmarks.page import PUBLISHED, render
 
@@ -40,7 +50,7 @@ class Run:
 
 # ---- which runs there are --------------------------------------------------------------------------------------------
 
-EVERYBODY = (*WIRES, *OURS, *OURS_BY_BUCKETS, FSDP2, DDP, DDP_ZERO)
+EVERYBODY = (*WIRES, *OURS, OURS_FSDP2, *OURS_BY_BUCKETS, FSDP2, DDP, DDP_ZERO)
 
 
 def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:

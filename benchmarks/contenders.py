@@ -25,6 +25,7 @@ from megatron_fsdp import (
     DistributedDataParallelConfig,
     MegatronFSDP,
     MixedPrecisionPolicy,
+    fsdp2,
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
@@ -50,13 +51,15 @@ OURS_DEFERRED = "ours-3-deferred"
 """Strategy 3 with reductions in the last microbatch only, as `fsdp2-deferred`."""
 OURS_HOST = "ours-3-host"
 """Strategy 3 with all state in host memory, as `fsdp2-host`."""
+OURS_FSDP2 = "ours-fsdp2"
+"""The program of `fsdp2`, with `fully_shard` imported from `megatron_fsdp.fsdp2`."""
 OUR_DDP, OUR_DDP_OPTIM = "mddp", "mddp-optim"
 OURS_BY_BUCKETS = (OUR_DDP, OUR_DDP_OPTIM)
 DEEPSPEED_HOST, DEEPSPEED_RELEASES = "deepspeed-host", "deepspeed-host-releases"
 """DeepSpeed's ZeRO-3 with all state in host memory, if it is installed; see `_deepspeed`."""
 NAMES = (
     *(FLOOR, *WIRES, *OURS, *OURS_BY_BUCKETS, *PEERS, DEEPSPEED_HOST, DEEPSPEED_RELEASES),
-    *(OURS_DEFERRED, OURS_HOST),
+    *(OURS_DEFERRED, OURS_HOST, OURS_FSDP2),
 )
 """The contenders that step AdamW, in table order."""
 OUR_MUON, FSDP2_MUON = "ours-muon", "fsdp2-muon"
@@ -166,7 +169,7 @@ def build_contender(name: str, setting: Setting, model: nn.Module | None = None)
         return _ours(name, model, setting)
     if name in (DEEPSPEED_HOST, DEEPSPEED_RELEASES):
         return _deepspeed(name, model, setting)
-    return _fsdp2(name, model, setting) if name.startswith(FSDP2) else _ddp(name, model, setting)
+    return _ddp(name, model, setting) if name in (DDP, DDP_ZERO) else _fsdp2(name, model, setting)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -235,11 +238,12 @@ def _noting(method: Callable[..., Any], calls: list[Callable[[], object]]) -> Ca
 
 def _fsdp2(name: str, model: nn.Module, setting: Setting) -> Contender:
     """Shard each block and the model; the root stays unsharded after forward, by default."""
+    shard = fsdp2.fully_shard if name == OURS_FSDP2 else fsdp.fully_shard
     policy = fsdp.MixedPrecisionPolicy(reduce_dtype=setting.narrow_dtype)
     pins = setting.device.type != "cpu"
     home = fsdp.CPUOffloadPolicy(pin_memory=pins) if name == FSDP2_HOST else fsdp.OffloadPolicy()
     for module in (*blocks_of(model), model):
-        fsdp.fully_shard(module, mesh=setting.mesh, mp_policy=policy, offload_policy=home)
+        shard(module, mesh=setting.mesh, mp_policy=policy, offload_policy=home)
     is_deferred = name == FSDP2_DEFERRED
     deferring = partial(_unsynchronised, cast(fsdp.FSDPModule, model)) if is_deferred else nullcontext
     return Contender(name, model, make_optimizer(model), deferring)
