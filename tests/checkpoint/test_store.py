@@ -214,20 +214,6 @@ def test_what_holds_no_metadata_is_not_published(tmp_path: Path) -> None:
     assert listed(tmp_path) == ["iter_0000010", POINTER]
 
 
-@pytest.mark.parametrize("raised", [KeyboardInterrupt, ValueError])
-def test_an_interrupted_writer_leaves_nothing(tmp_path: Path, raised: type[BaseException]) -> None:
-    store = CheckpointStore(tmp_path)
-    write_each(store, 10)
-
-    def interrupted(folder: Path) -> None:
-        fill(folder)
-        raise raised("enough")
-
-    with pytest.raises(KeyboardInterrupt if raised is KeyboardInterrupt else CheckpointError, match="enough"):
-        store.write(20, interrupted)
-    assert listed(tmp_path) == ["iter_0000010", POINTER]
-
-
 def test_two_runs_that_save_one_iteration_at_once_do_not_replace_each_other(tmp_path: Path) -> None:
     def write(folder: Path) -> None:
         (folder / "first").touch()

@@ -25,11 +25,7 @@ class Killed(BaseException):
 
 
 class FaultyOps(FileOps):
-    """Changes to the file system, of which number `at` goes wrong.
-
-    Attributes:
-        log: Name and path of every step that was begun.
-    """
+    """Changes to the file system, of which number `at` goes wrong."""
 
     def __init__(self, at: int | None = None, fault: Fault = "error once") -> None:
         self.log: list[tuple[str, Path]] = []

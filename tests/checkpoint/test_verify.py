@@ -162,18 +162,6 @@ def test_names_that_only_one_of_manifest_and_metadata_has(folder: Path) -> None:
     assert {found.name for found in report.unverified} == {WEIGHT, LR}
 
 
-def test_a_newer_manifest_and_other_checksums(folder: Path) -> None:
-    edit_manifest(folder, lambda found: found.update(checksum_name="blake\x1b[2J"))
-    report = verify(folder)
-    assert report.is_whole
-    assert len(report.unverified) == 10
-    assert "checksums of another kind" in str(report)
-    edit_manifest(folder, lambda found: found.update(version=2))
-    report = verify(folder)
-    assert names(report)[0] == {("file", "manifest.json")}
-    assert "update the library" in str(report)
-
-
 def test_files_that_belong_to_nothing_are_named_and_do_no_harm(folder: Path) -> None:
     (folder / "__9_0.distcp").write_bytes(b"left over")
     (folder / "tokenizer").mkdir()

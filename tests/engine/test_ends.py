@@ -43,14 +43,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Shape:
-    """What a decoder does with its ends.
-
-    Attributes:
-        twice: Whether both are called twice in a forward.
-        recomputes: Whether embedding, blocks and head are recomputed in backward.
-        frozen: Whether the head takes no gradient.
-        read: How logits come about where the head is not called.
-    """
+    """What a decoder does with its ends."""
 
     twice: bool = False
     recomputes: bool = False

@@ -190,18 +190,6 @@ def fail_in_a_deferred_backward(run: Run) -> None:
     run.train(3)
 
 
-@each_half(
-    ALL,
-    fail_in_forward_between_microbatches,
-    fail_in_backward_between_microbatches,
-    fail_in_a_deferred_backward,
-)
-def test_training_goes_on_after_an_exception(
-    run_ranks: RunRanks, script: Callable[[Run], None], settings: tuple[Setting, ...]
-) -> None:
-    _check(run_ranks, script, FAILING, settings)
-
-
 # ---- exceptions at any point -----------------------------------------------------------------------------------------
 
 

@@ -63,17 +63,7 @@ def exact_sgd(params: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Job:
-    """One training run.
-
-    Attributes:
-        case: Model and data; the model in the dtype that it computes in.
-        policy: The dtypes.
-        strategy: 0 to 3.
-        mode: "each" (reduce after every microbatch), "last" (`is_last_microbatch`) or "no_sync".
-        steps: Optimizer steps.
-        microbatches: Per step.
-        options: Further arguments of `fully_shard_model`, as (name, value).
-    """
+    """One training run."""
 
     case: ModelCase
     policy: MixedPrecisionPolicy

@@ -35,13 +35,7 @@ _EVENT = re.compile(
 
 @dataclass
 class Play:
-    """A scheduler and what a caller has to remember for it: the weights_version of each forward until its backward.
-
-    Attributes:
-        scheduler: The scheduler under test.
-        epochs: For each unit, the epochs of its forwards whose backward has not begun, oldest first.
-        changes: How often the weights have changed, which is the epoch of a forward that begins now.
-    """
+    """A scheduler and what a caller has to remember for it: the weights_version of each forward until its backward."""
 
     scheduler: Scheduler
     epochs: dict[int, list[int]] = field(default_factory=dict)
@@ -52,11 +46,7 @@ class Play:
         return " ".join(str(operation) for event in events.split() for operation in self.feed(event))
 
     def feed(self, event: str) -> tuple[Operation, ...]:
-        """Feed one event.
-
-        Raises:
-            ValueError: The event is not in the language.
-        """
+        """Feed one event."""
         match = _EVENT.fullmatch(event)
         if match is None:
             raise ValueError(f"{event!r} is not an event; see the table at the top of this file.")

@@ -108,17 +108,7 @@ def _passes(
 
 @dataclass
 class Machine:
-    """Memory as the operations leave it.
-
-    Attributes:
-        config: Of the scheduler.
-        place: Where the weights of each unit are; a unit that is not here is not gathered.
-        under_way: Gathers nobody has waited for.
-        computing: Units whose weights are in use, outermost first.
-        filled: Units with gradients that are not reduced.
-        reductions: How often each unit was reduced in this backward.
-        slots_seen: Every slot that was ever used.
-    """
+    """Memory as the operations leave it."""
 
     config: ScheduleConfig
     place: dict[int, int | None] = field(default_factory=dict)
@@ -166,12 +156,7 @@ class Machine:
 
 @dataclass
 class Theatre:
-    """Plays a program to a scheduler and keeps a machine beside it.
-
-    Attributes:
-        program: What is played.
-        log: Every operation so far, as text.
-    """
+    """Plays a program to a scheduler and keeps a machine beside it."""
 
     program: Program
     log: list[str] = field(default_factory=list)

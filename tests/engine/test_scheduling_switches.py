@@ -31,14 +31,7 @@ FLOORS = 5
 
 @dataclass
 class Trace:
-    """What happened in one steady step on one rank.
-
-    Attributes:
-        events: Operations as text, slots left out, and `grad3` for each gradient of unit 3.
-        in_reduction: After each operation, how many units are being reduced.
-        ahead: The most units that were gathered or being gathered before their use, at any wait.
-        transient_bytes: Borrowed memory.
-    """
+    """What happened in one steady step on one rank."""
 
     events: list[str] = field(default_factory=list)
     in_reduction: list[int] = field(default_factory=list)

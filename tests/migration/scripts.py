@@ -29,13 +29,7 @@ def script(name: str) -> Path:
 
 
 def run_script(path: Path, folder: Path, steps: int) -> dict[str, float]:
-    """The numbers that this rank printed, by the words before them; the others than the first print nothing.
-
-    Args:
-        path: Of the script. What torch warns of in a script from before the move is not ours to judge.
-        folder: Its checkpoints.
-        steps: To train up to.
-    """
+    """The numbers that this rank printed, by the words before them; the others than the first print nothing."""
     arguments = (
         ["--folder", str(folder), "--steps", str(steps)] if "deepspeed" in path.name else [str(folder), str(steps)]
     )

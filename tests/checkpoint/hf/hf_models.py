@@ -27,13 +27,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(kind: str, seed: int = 0, **changes: Any) -> Any:
-    """A model with random weights.
-
-    Args:
-        kind: "llama" (plain), "gpt2" (tied), "mixtral" (experts, other names in files), "qwen_moe" (experts, tied).
-        seed: Of the weights.
-        changes: Of the config.
-    """
+    """A model with random weights."""
     family, sizes = _KINDS[kind]
     with fixed_seed(seed):
         return transformers.AutoModelForCausalLM.from_config(config_of(family, **{**sizes, **changes}))

@@ -72,14 +72,7 @@ MIXTRAL: dict[str, Any] = {**LLAMA, "num_experts": 4, "moe_router_topk": 2}
 
 @dataclass
 class Results:
-    """What a run came to, the same on every rank.
-
-    Attributes:
-        losses: Of each step.
-        norms: Of the gradient of each step.
-        held_out: Loss on held-out text after the last step.
-        weights: All of them after the last step, by name.
-    """
+    """What a run came to, the same on every rank."""
 
     losses: list[float]
     norms: list[float]
@@ -228,12 +221,7 @@ def plain_logits(model: nn.Module, tokens: Tensor) -> Tensor:
 def train_plainly(
     values: Mapping[str, Any], before_step: Callable[[int, torch.optim.Optimizer], None] = lambda *_: None
 ) -> Results:
-    """The same training in this process: no engine, no ranks, the whole batch at once.
-
-    Args:
-        values: Options.
-        before_step: Called before each step of the optimizer with the number of steps done.
-    """
+    """The same training in this process: no engine, no ranks, the whole batch at once."""
     job = job_of({**values, "micro_batch_size": values["global_batch_size"]}, 1)
     model = plain_model(job)
     optimizer = build_optimizer(model, job.options.optimizer)
