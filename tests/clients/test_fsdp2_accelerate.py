@@ -30,9 +30,7 @@ def fsdp2_on_cpus() -> Iterator[None]:
         return prepare(self, *args, **named)[0], accelerate.state.DistributedType.MULTI_GPU
 
     with started(), pytest.MonkeyPatch.context() as patch:
-        for name, value in {"USE_FSDP": "true", "USE_CPU": "true"}.items():
-            patch.setenv(f"ACCELERATE_{name}", value)
-        patch.setenv("FSDP_VERSION", "2")
+        patch.setenv("ACCELERATE_USE_CPU", "true")
         patch.setattr(state, "_prepare_backend", prepared)
         patch.setattr(state, "set_device", lambda self: setattr(self, "device", torch.device("cpu")))
         yield
