@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp import fully_shard, fully_shard_model
+from megatron_fsdp import fsdp2, fully_shard, fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.arrangements import divide_tensors, hybrid_arguments, tensor_parallel
 from tests.support.on_ranks import on_ranks, refusal
@@ -206,6 +206,21 @@ def trained(ranks: tuple[int, ...], kind: type[Int8Gather]) -> tuple[list[torch.
     losses = torch.stack(own_losses(model, optimizer))
     dist.all_reduce(losses)
     return list(losses / dist.get_world_size()), [param.full_tensor() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [Int8Gather, BlockGather])
+@on_ranks(3)
+def test_pytorchs_door_gathers_extensions(kind: type[Int8Gather]) -> None:
+    model = build(kind)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fsdp2.fully_shard(layer)
+    fsdp2.fully_shard(model)
+    losses = torch.stack(own_losses(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    dist.all_reduce(losses)
+    wanted, weights = in_one_process(kind)
+    torch.testing.assert_close(list(losses / 3), wanted)
+    torch.testing.assert_close([param.full_tensor() for param in model.parameters()], weights)
 
 
 @pytest.mark.parametrize("kind", [Int8Gather, BlockGather])

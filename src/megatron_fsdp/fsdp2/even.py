@@ -16,10 +16,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megatron_fsdp.comm.axis import Axis
-from megatron_fsdp.engine.group_plan import TensorParallelPart, is_tensor_extension, local_part
+from megatron_fsdp.engine.group_plan import TensorParallelPart, local_part
 from megatron_fsdp.engine.unit import Owner
 from megatron_fsdp.errors import ScheduleError
+from megatron_fsdp.formats.tensor_extensions import extension_format, tensor_extension_of
 from megatron_fsdp.sharding.mesh import RankMesh
+from megatron_fsdp.sharding.weight_formats import WeightFormat
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,10 @@ class EvenParameter:
     def gather(self, axis: Axis, device: torch.device) -> nn.Parameter:
         """Return the whole parameter as modules held it before `fully_shard`. Collective over the axis."""
         held = self.held
-        local = local_part(held) if not is_tensor_extension(held) else held
-        if isinstance(held, DTensor) and self.shape:
+        if not isinstance(held, DTensor):
+            return held
+        local = local_part(held)
+        if self.shape:
             local = _gathered_rows(local.to(device), self.shape, axis)
         whole = local if self.part is None else self.part.wrap(local)
         made = nn.Parameter(whole.detach(), requires_grad=held.requires_grad)
@@ -56,6 +60,15 @@ class EvenParameter:
         for hook in (held._post_accumulate_grad_hooks or {}).values():
             made.register_post_accumulate_grad_hook(hook)
         return made
+
+    def extension_format(self, mesh: RankMesh) -> tuple[int, WeightFormat] | None:
+        """Return the id of a tensor extension and the format of its bytes; None for any other; may communicate."""
+        owner = self.owners[0].module()
+        extension = None if owner is None else tensor_extension_of(self.name, self.held, owner)
+        if extension is None:
+            return None
+        sharding = mesh.described_mesh if mesh.described_mesh.ndim == 1 else mesh.described_mesh[mesh.names[-1]]
+        return id(self.held), extension_format(extension, self.held, sharding)
 
 
 def even_shard(
@@ -69,8 +82,6 @@ def even_shard(
         mesh: The data-parallel ranks.
         device: Of the shard.
     """
-    if is_tensor_extension(param):
-        return param  # its class says how it is cut
     axis, whole = mesh.axes[-1], local_part(param.detach())
     placement: Placement = Shard(0) if whole.ndim else Replicate()
     rows = torch.chunk(whole, axis.num_ranks) if whole.ndim else (whole,) * axis.num_ranks

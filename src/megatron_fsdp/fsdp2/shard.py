@@ -22,6 +22,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.group_plan import Sharding, local_part, part_of
 from megatron_fsdp.engine.unit import Owner
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, warn_caller
+from megatron_fsdp.formats.tensor_extensions import tensor_extension_of
 from megatron_fsdp.fsdp2.even import EvenParameter, even_shard
 from megatron_fsdp.fsdp2.module import become_sharded
 from megatron_fsdp.fsdp2.state import MeshPlans, ShardState, state_of
@@ -87,10 +88,14 @@ def fully_shard(
     _check_placements(shard_placement_fn, [param for _, param, _ in owned])
     plans = MeshPlans.of(mesh, _tensor_parallel(param for _, param, _ in owned))
     sharding = _sharding(plans, mp_policy, offload_policy, resolve_device(None, mesh.device_type))
+    rests = not _has_extensions(owned, plans, sharding)  # else cut at once: their classes say how
     resting = torch.device("cpu") if sharding.options.offload else sharding.device
     reshards = _checked_reshard(reshard_after_forward, plans.mesh.axes[-1].num_ranks)
     parts = [part_of(name, param, plans.mesh.tensor_parallel) for name, param, _ in owned]
-    shards = [even_shard(param, part, plans.mesh, resting) for (_, param, _), part in zip(owned, parts, strict=True)]
+    shards = [
+        even_shard(param, part, plans.mesh, resting) if rests else param
+        for (_, param, _), part in zip(owned, parts, strict=True)
+    ]
     # Nothing can fail from here on.
     params = [
         EvenParameter(name, owners, part, local_part(param).shape)
@@ -106,6 +111,8 @@ def fully_shard(
         for inside in each.modules():
             inside.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)  # for dynamo
         become_sharded(each, state)
+    if not rests:
+        state.shard()
     return module
 
 
@@ -127,7 +134,7 @@ def _check_module(module: object) -> None:
         if state is None:
             if isinstance(inner, FSDPModule):
                 check_not_wrapped(inner)
-        elif state.root.unit is not None:
+        elif state.root.is_finished:
             raise ConfigurationError(
                 f"{name} of {type(module).__name__} has run already, as the root of its own; shard all modules before "
                 "the first forward"
@@ -186,6 +193,25 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
         raise ConfigurationError(
             f"{name} is not initialised yet; run one forward before sharding, so that lazy modules know their shapes"
         )
+
+
+def _has_extensions(
+    owned: list[tuple[str, nn.Parameter, tuple[Owner, ...]]], plans: MeshPlans, sharding: Sharding
+) -> bool:
+    """Return True if a tensor class is gathered in its own way; raise if it does not say how, or cannot be here."""
+    found = False
+    for name, param, (owner, *_) in owned:
+        module = owner.module()
+        assert module is not None
+        if tensor_extension_of(name, param, module) is None:
+            continue
+        found = True
+        if param.is_meta or plans.mesh.tensor_parallel is not None or sharding.options.offload:
+            raise NotSupportedYetError(
+                f"{name} is a {type(param).__name__}, which is gathered in its own way; that is not done from the meta "
+                "device, beside tensor parallelism, or with offloaded weights; give a plain parameter"
+            )
+    return found
 
 
 def _inner_states(modules: list[nn.Module]) -> list[ShardState]:

@@ -93,7 +93,8 @@ class ShardState:
         self.plans, self.sharding = plans, sharding
         self.reshard_after_forward, self.reshard_after_backward = reshard_after_forward, True
         self.mode = SyncMode()
-        self.unit: Unit | None = None  # from the first forward of its tree on
+        self.unit: Unit | None = None  # once it is cut into buffers
+        self.is_finished = False  # from the first forward of its tree on
         self.number = next(_NUMBERS)
         self._ignored = ignored
         self._mp_policy = policy
@@ -136,7 +137,7 @@ class ShardState:
             ScheduleError: Parameters are on the meta device (a RuntimeError).
         """
         root = self.root
-        return root._finish() if root.unit is None else self._live_engine()
+        return self._live_engine() if root.is_finished else root._finish()
 
     def _live_engine(self) -> Engine:
         engine = self.engine
@@ -162,7 +163,7 @@ class ShardState:
                     "first forward: model.to_empty(device=...) and an initialisation, or a checkpoint"
                 )
         for state in reversed(states):  # inner ones first
-            state._shard()
+            state.shard()
         allocator = WeightAllocator.RESIZE
         options = EngineOptions(memory=MemoryOptions(allocator=allocator), offload=self.sharding.options.offload)
         engine = finish_in_place(self.modules, options, SyncMode())
@@ -170,19 +171,24 @@ class ShardState:
         answer_for_sharded_parameters(engine)
         log_if_asked(engine)
         for state in states:
+            state.is_finished = True
             state._after_finish()
         return engine
 
-    def _shard(self) -> None:
-        """Cut the parameters into the engine's buffers; those that an optimizer holds stay the same objects."""
+    def shard(self) -> None:
+        """Cut the parameters into the engine's buffers, once; even shards stay the same objects. Collective."""
+        if self.unit is not None:
+            return
         objects = {}
         for each in self.params:
             held = each.held
             whole = each.gather(self.plans.mesh.axes[-1], self.sharding.device)
-            objects[id(whole)] = held
-            each.set(whole)
+            if whole is not held:
+                objects[id(whole)] = held
+                each.set(whole)
         grads = {id(held): held.grad for held in objects.values() if held.grad is not None}
-        unit = shard_in_place(self.modules, self.sharding, self.mode, self.plans.known, self._ignored, objects)
+        formats = dict(filter(None, (each.extension_format(self.plans.mesh) for each in self.params)))
+        unit = shard_in_place(self.modules, self.sharding, self.mode, self.plans.known, self._ignored, objects, formats)
         unit.stays_gathered = self.reshard_after_forward is False
         for key, grad in grads.items():
             group, index = unit.group_and_index[key]
@@ -238,7 +244,7 @@ class ShardState:
             compiled: Any = module._compiled_call_impl
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                if self.unit is None:
+                if not self.is_finished:
                     self.finished()
                     return module._compiled_call_impl(*args, **kwargs)  # type: ignore[misc]  # now inside the engine's
                 return compiled(*args, **kwargs)
@@ -249,7 +255,7 @@ class ShardState:
         module.register_forward_hook(self._cast_output)
 
     def _on_first_forward(self, module: nn.Module, args: Any) -> None:
-        if self.unit is None:
+        if not self.is_finished:
             self.finished()
             self._hooks_of(module)[0](module, args)  # which this call does not see any more
 
@@ -286,7 +292,7 @@ class ShardState:
 
     @property
     def _is_root(self) -> bool | None:
-        return self.is_root if self.unit is not None else None
+        return self.is_root if self.is_finished else None
 
     @property
     def _state_ctx(self) -> ShardState:
@@ -330,7 +336,7 @@ def _unfinished() -> WeakSet[ShardState]:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]} if states else set()
         waiting = [state for state in states if any(id(each.held) in held for each in state.params)]
         for state in sorted(waiting, key=lambda state: state.number):  # in one order on all ranks
-            if state.unit is None:
+            if not state.is_finished:
                 state.finished()
         if waiting:
             cut_state(optimizer)

@@ -23,6 +23,7 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all
 from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, parameter_owners
+from megatron_fsdp.sharding.weight_formats import WeightFormat
 from megatron_fsdp.wrap.optimizer_checks import replaced_name
 from megatron_fsdp.wrap.shard_unit import KnownSpecs, ModuleEvents, Ranks, finish, shard_unit
 
@@ -72,6 +73,7 @@ def shard_in_place(
     known: KnownPlans,
     ignored: frozenset[int] = frozenset(),
     objects: Mapping[int, nn.Parameter] = MappingProxyType({}),
+    formats: Mapping[int, WeightFormat] = MappingProxyType({}),
 ) -> Unit:
     """Shard the parameters that modules own together, as one unit, on this rank alone.
 
@@ -85,6 +87,7 @@ def shard_in_place(
         known: Plans of the calls before; added to.
         ignored: Ids of parameters that stay as they are.
         objects: By the id of an original the parameter that becomes the sharded one, as of `shard_unit`.
+        formats: By the id of an original the weight format in which it is gathered.
 
     Raises:
         ConfigurationError: A parameter belongs to another unit, too, is lazy, or has a dtype that is not sharded.
@@ -94,7 +97,8 @@ def shard_in_place(
     paths = {"": modules[0]} if len(modules) == 1 else {str(index): each for index, each in enumerate(modules)}
     owned = _owned_parameters(tree, ignored)
     _check_parameters(owned, label)
-    model = ModelSharding(sharding, lookups=looked_up(tree))
+    by_name = {name: formats[id(param)] for name, param in owned.items() if id(param) in formats}
+    model = ModelSharding(sharding, weight_formats=by_name, lookups=looked_up(tree))
     plans = with_offload([plan_unit(owned, tuple(paths), model, known.plans)], sharding.options.offload)[0]
     unit = shard_unit(label, paths, plans, owned, parameter_owners(tree), mode, known.specs, objects=objects)
     for module in modules:
