@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from megatron_fsdp.describe import describe
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, ScheduleError
 from megatron_fsdp.fsdp2 import FSDPModule, fully_shard, install, register_fsdp_forward_method
@@ -466,6 +467,9 @@ def test_install_rebinds_and_restores() -> None:
         assert fsdp.fully_shard is composable.fully_shard is fully_shard
         with pytest.raises(ConfigurationError, match="installed already"):
             install()
+        model = fsdp.fully_shard(build())
+        model(torch.zeros(1, 4, dtype=torch.long))
+        assert "as install() asks for" in str(describe(model))
     assert fsdp.fully_shard is composable.fully_shard is torch_fully_shard
 
 

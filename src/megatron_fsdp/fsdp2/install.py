@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.fsdp2.shard import fully_shard
+from megatron_fsdp.fsdp2.state import INSTALLED
 
 _LOG = logging.getLogger("megatron_fsdp")
 
@@ -70,7 +71,7 @@ def install() -> Installation:
     if _installed:
         raise ConfigurationError("megatron_fsdp.fsdp2 is installed already; call install() once, or remove() it first")
     _installed.append(Installation())
-    _LOG.info("torch.distributed.fsdp.fully_shard is that of megatron_fsdp.fsdp2 from now on, as install() asks for")
+    _LOG.info(INSTALLED)
     return _installed[0]
 
 

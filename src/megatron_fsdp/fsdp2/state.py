@@ -16,8 +16,10 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -59,6 +61,10 @@ class MeshPlans:
 
 
 _PLANS: WeakValueDictionary[object, MeshPlans] = WeakValueDictionary()
+
+
+INSTALLED = "torch.distributed.fsdp.fully_shard is that of megatron_fsdp.fsdp2, as install() asks for"
+"""What the log and `describe()` say where `install()` is active."""
 
 
 class ShardState:
@@ -167,6 +173,8 @@ class ShardState:
         allocator = WeightAllocator.RESIZE
         options = EngineOptions(memory=MemoryOptions(allocator=allocator), offload=self.sharding.options.offload)
         engine = finish_in_place(self.modules, options, SyncMode())
+        if vars(fsdp)["fully_shard"] is not torch_fully_shard:
+            engine.config_notes = (INSTALLED,)
         watch_optimizers(engine)
         answer_for_sharded_parameters(engine)
         log_if_asked(engine)
