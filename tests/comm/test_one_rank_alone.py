@@ -544,6 +544,12 @@ def test_what_is_wrong_on_one_rank_is_the_same_sentence_on_both(part: str) -> No
     walk(PARTS[part])
 
 
+@pytest.mark.full
+@on_ranks(3)
+def test_what_is_wrong_on_one_rank_is_the_same_sentence_on_three() -> None:
+    walk(NAMES)
+
+
 @on_ranks(3)
 def test_ranks_outside_of_a_model_are_not_asked() -> None:
     """The first two ranks shard a model on their own mesh, given by place or by name; the third one has none."""

@@ -26,8 +26,9 @@ from megatron_fsdp.engine.gradient_checks import LargeGradientCheck
 from megatron_fsdp.errors import LargeGradientError, NonFiniteGradientError
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, own_part, train, weights
 from tests.support.counting import OpCounts
-from tests.support.on_ranks import first_rank_warns, on_ranks, same_on_ranks
-from tests.support.zoo import Block
+from tests.support.experts import FLAT, build_with_experts, experts_of
+from tests.support.on_ranks import first_rank_warns, fixed_seed, on_ranks, same_on_ranks
+from tests.support.zoo import Block, make_token_batch, token_loss
 
 pytestmark = pytest.mark.unmerged
 
@@ -257,6 +258,50 @@ def test_deferred_microbatches_frozen_parameters_and_several_ranks_are_reported(
     assert largest_difference(shown, wanted) <= (
         5e-2 if bf16_grads else 2e-6
     )  # bfloat16 keeps 8 bits of values of about 2
+
+
+class OneSided(nn.Module):
+    """A parameter in the root that only the last rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+        self.extra = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return self.extra(x) if dist.get_rank() == dist.get_world_size() - 1 else x
+
+
+@on_ranks(2)
+def test_a_parameter_that_one_rank_uses_is_judged_by_its_own_backwards() -> None:
+    with fixed_seed(0):
+        net = OneSided()
+    model = wrap_checked(net, 3)
+    for _ in range(HISTORY):
+        model(torch.ones(2, 5)).square().mean().backward()
+    with spoilt(net.extra, SPIKE, 1), pytest.raises(LargeGradientError) as caught:
+        model(torch.ones(2, 5)).square().mean().backward()
+    message = same_on_ranks(str(caught.value))
+    assert re.search(r"extra.weight \(root\) on rank \[1\] has \S+, and had at most \S+ in 10 backwards", message)
+
+
+@on_ranks(4)
+def test_experts_of_one_rank_stop_all() -> None:
+    """A spike on rank 2 of 4, in an expert that half of the ranks hold."""
+    arrangement = experts_of(FLAT)
+    with fixed_seed(0):
+        net = build_with_experts()
+    arrangement.place(net)
+    model = wrap_checked(net, 3, **arrangement.arguments())
+    block = next(module for module in net.modules() if isinstance(module, Block))
+    batch = arrangement.part(make_token_batch(12, torch.Generator().manual_seed(0)))
+    for _ in range(HISTORY):
+        token_loss(model, batch).backward()
+        model.zero_grad()
+    with spoilt(block.get_submodule("mlp.experts"), SPIKE, 2), pytest.raises(LargeGradientError) as caught:
+        token_loss(model, batch).backward()
+    assert "blocks.0.mlp.experts.down (blocks.0) on rank [2] has" in same_on_ranks(str(caught.value))
 
 
 @on_ranks(2)

@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from megatron_fsdp import AdamW8bit, ChainedOptimizer
 from megatron_fsdp.errors import RankError
 from megatron_fsdp.optim.full_tensor import exchange, muon
 from megatron_fsdp.optim.full_tensor import step as full_tensor_step
 from tests.optim.full_tensor.test_step import Factored
-from tests.support.on_ranks import of_ranks, on_ranks, same_on_ranks
+from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks, refusal, same_on_ranks
 from tests.support.optimizer_reference import ReferencePair, flat, matrices
 
 PLACES: dict[str, tuple[Any, str]] = {
@@ -91,3 +94,61 @@ def test_muon_fails_together_wherever_memory_ends() -> None:
 @on_ranks()
 def test_a_step_of_whole_tensors_fails_together_wherever_memory_ends() -> None:
     fail_everywhere(factored, {**PLACES, "new state": (full_tensor_step, "_described")})
+
+
+def eight_bit(params: Sequence[Any]) -> torch.optim.Optimizer:
+    return AdamW8bit(params, lr=0.1)
+
+
+def chained(params: Sequence[Any]) -> torch.optim.Optimizer:
+    return ChainedOptimizer(torch.optim.SGD(params[:1], lr=0.1), torch.optim.Muon(params[1:], lr=0.1))
+
+
+def wide() -> nn.Module:
+    """Matrices whose shards end inside of blocks of 256 elements."""
+    with fixed_seed(3):
+        return nn.Sequential(nn.Linear(20, 29, bias=False), nn.Linear(29, 20, bias=False))
+
+
+def fail_on_the_last(*_arguments: Any) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise KeyError("no such metric")
+
+
+TROUBLES = [
+    pytest.param(make, trouble, id=f"{trouble}-{make.__name__}")
+    for trouble in ("earlier", "hook", "rate")
+    for make in (one_muon, factored, eight_bit, chained)
+    if (make, trouble) != (factored, "rate")  # of two matrices the third rank steps none, and so reads no rate
+]
+
+
+@pytest.mark.full(short=["hook-chained", "earlier-one_muon", "rate-eight_bit", "hook-factored"])
+@pytest.mark.parametrize(("make", "trouble"), TROUBLES)
+@on_ranks(3)
+def test_a_hook_or_a_rate_that_fails_on_one_rank_fails_on_all(
+    make: Callable[[Sequence[Any]], torch.optim.Optimizer], trouble: str
+) -> None:
+    """Before the exchange of a step; one that does not fail then is right."""
+    handles = []
+
+    def made(params: Sequence[Any]) -> torch.optim.Optimizer:
+        optimizer = make(params)
+        if trouble == "earlier" and isinstance(params[0], DTensor):  # than connected
+            handles.append(optimizer.register_step_pre_hook(fail_on_the_last))
+        return optimizer
+
+    pair = ReferencePair(wide(), made, flat(3))
+    group = pair.optimizer.param_groups[-1]
+    rate = group["lr"]
+    if trouble == "hook":
+        handles.append(pair.optimizer.register_step_pre_hook(fail_on_the_last))
+    elif trouble == "rate" and dist.get_rank() == 2:
+        group["lr"] = "fast"
+    assert "rank 2" in refusal(pair.step, 0, error=RankError)
+    group["lr"] = rate
+    for handle in handles:
+        handle.remove()
+    if make is not chained:  # whose SGD has stepped where there was no trouble
+        pair.step(0)
+        assert pair.differing() == []

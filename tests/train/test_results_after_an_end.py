@@ -4,14 +4,18 @@ import contextlib
 import io
 import json
 import shutil
-from contextlib import ExitStack
+import subprocess
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.hang.log_file import process_of
+from megatron_fsdp.train import run_job
 from megatron_fsdp.train.options.job import Job
-from megatron_fsdp.train.recorder import METRICS_FILE
+from megatron_fsdp.train.recorder import METRICS_FILE, to_json
 from megatron_fsdp.train.run_job import SUMMARY_FILE, claim_results
 from tests.conftest import RunRanks
 from tests.support.train_program import job_of, refusal, train, write_text
@@ -74,3 +78,33 @@ def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
     (folder / METRICS_FILE).rename(folder / SUMMARY_FILE)  # as after a run that took no step
     with pytest.raises(ConfigurationError, match="holds an earlier run: give a new folder"):
         take(job)
+
+
+def launched_by(pid: int) -> str:
+    return to_json(asdict(process_of(pid)))
+
+
+def test_a_claim_lasts_as_long_as_the_launcher_restarts_included(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, again = (job_of("--out", str(tmp_path / "out"), restarts=restarts) for restarts in (0, 1))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    other = subprocess.Popen(["true"])
+    with suppress(RuntimeError), ExitStack() as held:
+        folder = claim_results(first, held, goes_on=False)
+        assert claim_results(again, held, goes_on=True) == folder  # ranks before the restart may be just ending
+        raise RuntimeError  # a rank dies
+    with monkeypatch.context() as patch:
+        patch.setattr(run_job, "_launcher", lambda: launched_by(other.pid))
+        other.wait()
+        for job in (first, again):
+            with pytest.raises(ConfigurationError, match="another run writes into it now; give another folder"):
+                take(job, goes_on=True)
+    assert take(again, goes_on=True) == folder, "and ended well, so that another may have it"
+    with monkeypatch.context() as patch:
+        patch.setattr(run_job, "_launcher", lambda: launched_by(other.pid))
+        assert take(first, goes_on=True) == folder
+        with suppress(RuntimeError), ExitStack() as held:
+            claim_results(first, held, goes_on=True)
+            raise RuntimeError
+    assert take(first, goes_on=True) == folder, "its launcher is gone"
