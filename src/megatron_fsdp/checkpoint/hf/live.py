@@ -26,6 +26,7 @@ from megatron_fsdp.sharding.shards import Box
 LocalBox = tuple[Box, torch.Tensor]
 
 _TORCH_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+_IN_NAMES = {"_orig_mod", "_checkpoint_wrapped_module"}
 _COPIES = {"modules_to_save", "original_module", "token_adapter", "trainable_tokens_delta"}
 """Modules of peft that hold whole copies of base weights."""
 
@@ -102,6 +103,10 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "the model shows full parameters at the moment (inside of a forward, or of full_parameters_context); "
                 "load and save outside of that"
             )
+        compiled = model._modules.get("_orig_mod")
+        if compiled is not None:
+            model = compiled
+            continue
         inner = getattr(model, "module", None)
         # Ours cannot be imported into this layer, so it is known by its method.
         is_wrapper = isinstance(model, _TORCH_WRAPPERS) or hasattr(type(model), "install_optimized_model_weights")
@@ -166,7 +171,7 @@ def live_tensors(module: nn.Module) -> list[LiveTensor]:
         lasting = {name: each for name, each in part._buffers.items() if name not in part._non_persistent_buffers_set}
         for name, tensor in chain(part._parameters.items(), lasting.items()):
             if tensor is not None:
-                names.setdefault(id(tensor), []).append(f"{prefix}.{name}" if prefix else name)
+                names.setdefault(id(tensor), []).append(_without_wrappers(f"{prefix}.{name}" if prefix else name))
                 first.setdefault(id(tensor), (tensor, name in part._parameters))
     told: Any = getattr(module, "all_tied_weights_keys", None)
     tied = told if isinstance(told, dict) else ()  # names that transformers leaves out of files
@@ -175,6 +180,11 @@ def live_tensors(module: nn.Module) -> list[LiveTensor]:
         own = [name for name in names[key] if name not in tied] or names[key]
         found.append(LiveTensor(own[0], tuple(names[key]), tensor, is_parameter))
     return found
+
+
+def _without_wrappers(name: str) -> str:
+    """Drop what compiled and checkpointed modules put into the names inside of them."""
+    return ".".join(part for part in name.split(".") if part not in _IN_NAMES)
 
 
 def base_tensors(module: nn.Module) -> tuple[nn.Module, list[LiveTensor]]:
@@ -189,7 +199,9 @@ def base_tensors(module: nn.Module) -> tuple[nn.Module, list[LiveTensor]]:
     added: set[str] = set()  # modules that adapters have added, as peft's layers list them
     for name, part in base.named_modules():
         listed: Any = (getattr(part, "adapter_layer_names", ()), getattr(part, "other_param_names", ()))
-        added.update(f"{name}.{own}" for names in listed if isinstance(names, tuple) for own in names)
+        added.update(
+            _without_wrappers(f"{name}.{own}") for names in listed if isinstance(names, tuple) for own in names
+        )
     found = []
     for tensor in live_tensors(base):
         parts = tensor.name.split(".")
