@@ -287,6 +287,19 @@ def test_passes_change_nothing_and_cost_no_gather_of_their_own(strategy: int) ->
     assert runs[1][1][1:] == [states + {0: 0, 1: 4, 2: 4, 3: 8}[strategy]] * 3
 
 
+@pytest.mark.parametrize("strategy", [0, 1, 3])
+@on_ranks(2)
+def test_a_write_to_main_weights_that_nobody_announced_is_in_the_next_pass(strategy: int) -> None:
+    model: Any = trained("gpt2", strategy, torch.bfloat16)
+    source = WeightSource(model)
+    list(source)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    wanted = {name: tensor.bfloat16() for name, tensor in model.full_parameters().items()}
+    assert same_tensors(dict(source), wanted)  # type: ignore[arg-type]
+
+
 def refuse(words: str, call: Callable[[], object]) -> None:
     with pytest.raises(ScheduleError, match=words) as raised:
         call()
