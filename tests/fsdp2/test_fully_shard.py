@@ -315,6 +315,45 @@ def test_reset_goes_on_after_an_exception() -> None:
         model.blocks[0].reset_iter_state()
 
 
+class Branch(nn.Module):
+    """Two linears, of which a call uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, uses_first: bool) -> Tensor:
+        """Run one."""
+        return self.first(x) if uses_first else self.second(x)
+
+
+@on_ranks(2)
+def test_what_a_step_does_not_use_has_no_gradient() -> None:
+    with fixed_seed(0):
+        model: Any = Branch()
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    optimizers = sgd(model), sgd(reference)
+    for step in range(4):
+        for each, optimizer in zip((model, reference), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(torch.ones(2, 4) * (step + 1), step % 2 == 0).sum().backward()
+        grads = [param.grad is None for param in model.parameters()]
+        assert grads == [param.grad is None for param in reference.parameters()]
+        for each in optimizers:
+            each.step()
+        assert_same([whole(param) for param in model.parameters()], [whole(param) for param in reference.parameters()])
+
+
+@on_ranks(2)
+def test_inference_may_come_first() -> None:
+    model, tokens = shard(build()), torch.arange(6).view(2, 3)
+    with torch.inference_mode():
+        found = model(tokens)
+    assert found.equal(build()(tokens))
+    assert_same(train(model, True), train(build(), False))
+
+
 @on_ranks(2)
 def test_pipeline_schedules_reduce_at_their_end() -> None:
     """What torch's schedules do around the microbatches of a stage."""
@@ -381,6 +420,8 @@ def refusals() -> Iterator[tuple[str, type[Exception], str, Callable[[TinyTransf
     )
     yield "torch's, then ours", ConfigurationError, r"sharded by FSDP2", lambda m: fully_shard(torch_fully_shard(m))
     yield "a container", ConfigurationError, "containers", lambda model: fully_shard(model.blocks)
+    yield "twice in a list", ConfigurationError, "give each once", lambda m: fully_shard([m.head, m.head])
+    yield "an empty list", ConfigurationError, "give each once", lambda _: fully_shard([])
     yield "no module", TypeError, "is no module", lambda _: fully_shard([3])
     yield "custom collectives", NotSupportedYetError, "engine's", lambda m: fully_shard(m).set_custom_all_gather(1)
     cube = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))

@@ -36,7 +36,7 @@ class EvenParameter:
     @property
     def held(self) -> nn.Parameter:
         """The parameter that the first of its modules holds now."""
-        found = self.owners[0].parameters[self.owners[0].attribute]
+        found = self.owners[0].parameters.get(self.owners[0].attribute)
         if found is None:
             raise ScheduleError(f"{self.name} was removed after fully_shard; change modules before they are sharded")
         return found

@@ -105,6 +105,8 @@ class ShardedModule(FSDPModule):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the gradients of all ranks by `factor` instead of their number."""
+        if type(factor) not in (int, float) or not factor > 0:
+            raise ConfigurationError(f"the gradient divide factor {factor!r} is no number above 0; give one")
         state = self._get_fsdp_state()
         state.sharding = with_factor(state.sharding, factor)
         for group in state.unit.groups if state.unit is not None else ():
@@ -118,7 +120,7 @@ class ShardedModule(FSDPModule):
         """Accept it: reductions are sums, and factors are applied apart, in any case."""
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Accept it: parameters without a gradient on this rank count as zero in any case."""
+        """Accept it: what another rank has used counts as zero on this one; what none has used has no gradient."""
 
     def reset_iter_state(self) -> None:
         """Go on after an exception inside of a forward or backward; gradients that were on their way are dropped.

@@ -74,6 +74,8 @@ def fully_shard(
     modules: list[nn.Module] = [module] if isinstance(module, nn.Module) else list(module)
     for each in modules:
         _check_module(each)
+    if not modules or len(set(map(id, modules))) < len(modules):
+        raise ConfigurationError(f"{len(modules)} modules were given, none or one of them twice; give each once")
     if dp_mesh_dims is not None:
         raise NotSupportedYetError(
             "dp_mesh_dims: give mesh=mesh[names] of the data-parallel dimensions, and parameters as DTensors over the "

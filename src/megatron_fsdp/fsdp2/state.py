@@ -151,6 +151,7 @@ class ShardState:
             raise ScheduleError("the model that this module belonged to was deleted; keep it for as long as it is used")
         return engine
 
+    @torch.inference_mode(False)
     def _finish(self) -> Engine:
         states = list(self._all_states())
         meshes = tuple({id(state.plans): state.plans.mesh for state in states}.values())
@@ -170,8 +171,12 @@ class ShardState:
                 )
         for state in reversed(states):  # inner ones first
             state.shard()
-        allocator = WeightAllocator.RESIZE
-        options = EngineOptions(memory=MemoryOptions(allocator=allocator), offload=self.sharding.options.offload)
+        options = EngineOptions(
+            memory=MemoryOptions(allocator=WeightAllocator.RESIZE),
+            offload=self.sharding.options.offload,
+            # As in torch, what no rank has used has no gradient, instead of zeros by which momentum would move it.
+            find_unused_parameters=True,
+        )
         engine = finish_in_place(self.modules, options, SyncMode())
         if vars(fsdp)["fully_shard"] is not torch_fully_shard:
             engine.config_notes = (INSTALLED,)
