@@ -12,6 +12,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 ).rstrip(os.pathsep)
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MFSDP_MESSAGE_BYTES"] = "0"  # see `pytest_runtest_setup`
+os.environ.pop("COLUMNS", None)  # parallel workers are told 80; what folds lines takes 100 without a terminal
 os.environ["GLOO_SOCKET_IFNAME"] = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
 
 from collections.abc import Callable, Iterator
