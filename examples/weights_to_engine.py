@@ -30,9 +30,9 @@ def main() -> None:
     """Train three steps; the engine's weights are the trainer's, in bfloat16, after each."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(100, 32), nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
-    model.append(nn.Linear(32, 100))
-    model, optimizer = fully_shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    net = nn.Sequential(nn.Embedding(100, 32), nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
+    net.append(nn.Linear(32, 100))
+    model, optimizer = fully_shard(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     source = WeightSource(model, destination=SENDER)
 
     group, is_sender = None, dist.get_rank() == SENDER
