@@ -416,7 +416,7 @@ def _write_conversion(report: ConversionReport, args: argparse.Namespace) -> Non
     did = "would write" if not report.written else "wrote and verified" if report.verified else "wrote"
     size = f"{len(plan.moves)} tensors ({in_bytes(plan.nbytes)}) and {len(plan.values)} values"
     for line in [*lines, f"{did} {size} to {args.target}"]:
-        write_line(line)
+        write_text(line)  # a move stays in its line, which tools search
 
 
 # ---- the parser ------------------------------------------------------------------------------------------------------

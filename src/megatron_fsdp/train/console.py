@@ -75,11 +75,13 @@ def header(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def stamped(say: Say) -> Say:
-    """Return `say` with the time of day before each line of a text; lines are broken between words."""
+    """Return `say` with the time of day before each line of a text; at a terminal lines are broken between words."""
+    is_folded = is_terminal()  # a log keeps an event in a line, which tools search
 
     def say_stamped(text: str) -> None:
         now = time.strftime("%H:%M:%S")
-        say(folded("\n".join(f"{now} {line}" for line in text.split("\n")), width(), _STAMP))
+        lines = "\n".join(f"{now} {line}" for line in text.split("\n"))
+        say(folded(lines, width(), _STAMP) if is_folded else lines)
 
     return say_stamped
 
