@@ -575,13 +575,14 @@ def rank_mesh_of(mesh: DeviceMesh, traffic: dict[str, Traffic], tensor_parallel:
 def _beside(mesh: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
     """Return the mesh of the data-parallel dimensions and, last, the tensor-parallel one."""
     names = (*(mesh.mesh_dim_names or ()), *(tensor_parallel.mesh_dim_names or ()))
-    roots = mesh._get_root_mesh(), tensor_parallel._get_root_mesh()
-    if roots[0] != roots[1] or len(names) != mesh.ndim + 1:
+    root = mesh._get_root_mesh()
+    # Not the root of the other one: torch's caches hand out equal meshes, of other roots.
+    if not set(names) <= set(_dim_names(root)) or root[names[-1]] != tensor_parallel:
         raise ConfigurationError(
             f"parameters are DTensors over {tensor_parallel}, which has no named root mesh in common with {mesh}; take "
             "both from one mesh: init_device_mesh(..., mesh_dim_names=(...)), then mesh[name]"
         )
-    return _submesh_of(roots[0], names)
+    return _submesh_of(root, names)
 
 
 def connect_all_ranks(rank_mesh: RankMesh) -> None:
