@@ -299,7 +299,7 @@ class DDPConfig(_Config):
 @explains_fields
 @dataclass
 class MoEParallelizerConfig:
-    """How experts that are divided over ranks (`ep_size` > 1) are sharded; of `FSDP2Config`.
+    """Settings of `FSDP2Config` for experts that are divided over ranks (`ep_size` > 1).
 
     Attributes:
         ignore_router_for_ac: Keep the products of routers where layers are recomputed, instead of computing them again.

@@ -45,7 +45,7 @@ def _run_inside(module: nn.Module, around: Callable[..., Any]) -> None:
 
 
 class _Keeping:
-    """The operators that a checkpoint keeps: products inside of some modules, and else what a policy says."""
+    """The operators that a checkpoint keeps: products inside of some modules, and those that a policy names."""
 
     def __init__(self, modules: Sequence[nn.Module], is_selective: bool) -> None:
         self.is_selective = is_selective

@@ -290,7 +290,7 @@ class FSDP2Manager(_Manager):
 
 
 def _check_replicas(towers: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
-    """Raise for towers that FSDP2, which casts only what it shards, would leave in another dtype than their inputs."""
+    """Raise for towers whose dtype is not that of their inputs: FSDP2 casts only modules that it shards."""
     found = {param.dtype for tower in towers for param in tower.parameters()} - {dtype}
     if dtype is not None and found:
         raise ConfigurationError(

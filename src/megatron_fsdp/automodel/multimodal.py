@@ -115,7 +115,7 @@ class MultimodalVisionConfig:
 @explains_fields
 @dataclass(frozen=True)
 class MultimodalDistributedConfig:
-    """How towers are sharded.
+    """Settings for the towers of models of images, sound and text.
 
     Attributes:
         frozen_sharding: For towers without a trainable parameter. "root": with the outermost unit, which every rank

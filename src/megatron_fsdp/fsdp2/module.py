@@ -71,21 +71,21 @@ class ShardedModule(FSDPModule):
             state.keep_gathered()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Free full parameters after a backward, or keep them, as far as memory allows, until the weights change."""
+        """Free full parameters after a backward, or keep them until the weights change or a slot is short."""
         for state in self._states(recurse):
             state.reshard_after_backward = reshard_after_backward
             state.keep_gathered()
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Check the modules: which units are gathered ahead follows the order of the pass before."""
+        """Check the modules, and ignore the hint: units are gathered ahead in the order of the last pass."""
         _check_all_sharded(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Check the modules: which units are gathered ahead follows the order of the pass before."""
+        """Check the modules, and ignore the hint: units are gathered ahead in the order of the last pass."""
         _check_all_sharded(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Accept it: backwards that read no weights, of lookups, are found without it."""
+        """Ignore the hint: a unit that is only an embedding is not gathered in backward in any case."""
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class ShardedModule(FSDPModule):
             state.mode.auto_sync = requires_all_reduce or len(state.plans.mesh.axes) == 1
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accept it: the end of each backward waits for its reductions, which it began."""
+        """Ignore the hint: every backward waits for its own reductions before it returns."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the gradients of all ranks by `factor` instead of their number."""
@@ -113,14 +113,14 @@ class ShardedModule(FSDPModule):
             group.change_sharding(lambda sharding: with_factor(sharding, factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Do what `set_gradient_divide_factor` does, its name of today."""
+        """Call `set_gradient_divide_factor`, the present name of this method."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accept it: reductions are sums, and factors are applied apart, in any case."""
+        """Ignore the hint: collectives add up, and factors are multiplied apart, in any case."""
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Accept it: what another rank has used counts as zero on this one; what none has used has no gradient."""
+        """Ignore the hint: gradients missing on some ranks count as zero; one missing on all ranks stays None."""
 
     def reset_iter_state(self) -> None:
         """Go on after an exception inside of a forward or backward; gradients that were on their way are dropped.
@@ -138,7 +138,7 @@ class ShardedModule(FSDPModule):
     # ---- tuning -----------------------------------------------------------------------------------------------------
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Accept it: all-gathers wait for what the current stream has done."""
+        """Ignore the hint: all-gathers wait for all work that was submitted to the current stream."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Warn: memory of the process group is a setting of the whole model here."""
@@ -154,7 +154,7 @@ class ShardedModule(FSDPModule):
             _note("set_separate_reduce_scatter_group", enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:  # noqa: ARG002
-        """Warn: two units fill a bucket, or have one in reduction, at a time."""
+        """Warn: at most two buckets of gradients are in use at a time, whatever is asked for."""
         _note("set_reduce_scatter_max_input_buffers", max_input_buffers)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -205,7 +205,7 @@ class _Unsharding(UnshardHandle):
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Check the modules: streams of communication are shared by all models of a device in any case."""
+    """Check the modules, and ignore the hint: each model keeps communication streams of its own."""
     _check_all_sharded(modules)
 
 

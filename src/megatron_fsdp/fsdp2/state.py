@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.comm.axis import Traffic
@@ -64,7 +65,7 @@ _PLANS: WeakValueDictionary[object, MeshPlans] = WeakValueDictionary()
 
 
 INSTALLED = "torch.distributed.fsdp.fully_shard is that of megatron_fsdp.fsdp2, as install() asks for"
-"""What the log and `describe()` say where `install()` is active."""
+"""The sentence of the log and of `describe()` while `install()` is active."""
 
 
 class ShardState:
@@ -109,6 +110,7 @@ class ShardState:
         for state in inner:
             if state._around is None:
                 state._around = weakref.ref(self)
+        self._first_hooks: list[RemovableHandle] = []
         for module in modules:
             self._register_hooks(module)
         _unfinished().add(self)
@@ -213,6 +215,8 @@ class ShardState:
 
     def _after_finish(self) -> None:
         self.keep_gathered()
+        for handle in self._first_hooks:
+            handle.remove()
         for module in self.modules if self.is_root else ():  # behind the engine's hook
             module.register_forward_hook(self._reshard_root)
 
@@ -264,13 +268,14 @@ class ShardState:
 
             module._compiled_call_impl = torch.compiler.disable(call, recursive=False)
         else:
-            module.register_forward_pre_hook(uncompiled(self._on_first_forward), prepend=True)
+            first = uncompiled(self._on_first_forward)
+            self._first_hooks.append(module.register_forward_pre_hook(first, prepend=True))
         module.register_forward_hook(self._cast_output)
 
     def _on_first_forward(self, module: nn.Module, args: Any) -> None:
+        # Several modules of one call have such a hook, and torch has a list of them at the beginning of a call.
         if not self.is_finished:
-            self.finished()
-            self._hooks_of(module)[0](module, args)  # which this call does not see any more
+            self._hooks_of(module)[0](module, args)  # this call does not see the hook that is registered now
 
     def _hooks_of(self, module: nn.Module) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Return the engine's hooks before and after a forward of a module."""

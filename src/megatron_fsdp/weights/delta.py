@@ -137,7 +137,7 @@ class Changes:
 
 
 class Snapshot:
-    """What was sent last, bit by bit, of the ranges that this rank contributes."""
+    """The values that were sent last, bit by bit, of the ranges that this rank contributes."""
 
     def __init__(self, on_cpu: bool) -> None:
         self._on_cpu = on_cpu

@@ -183,7 +183,7 @@ def live_tensors(module: nn.Module) -> list[LiveTensor]:
 
 
 def _without_wrappers(name: str) -> str:
-    """Drop what compiled and checkpointed modules put into the names inside of them."""
+    """Drop the parts of a name that compiled and checkpointed modules have added."""
     return ".".join(part for part in name.split(".") if part not in _IN_NAMES)
 
 
