@@ -18,7 +18,6 @@ from megatron_fsdp.automodel.config import (
     DistributedConfig,
     FSDP2Config,
     MegatronFSDPConfig,
-    ParallelSizes,
     check_config,
     resolve_sizes,
 )
@@ -119,21 +118,6 @@ def test_what_torch_reduces_cannot_be_deterministic(kind: Any) -> None:
         kind(deterministic="world")
 
 
-def test_dictionary_holds_the_same_objects() -> None:
-    policy, offload = MixedPrecisionPolicy(), CPUOffloadPolicy(pin_memory=False)
-    given: dict[str, Any] = {"tp_plan": {"layers.*": object()}, "mp_policy": policy, "offload_policy": offload}
-    made = FSDP2Config(**given).to_dict()
-    assert all(made[name] is value for name, value in given.items())
-
-
-@pytest.mark.parametrize("kind", ALL)
-def test_dictionaries_and_replace_make_equal_and_changed_configs(kind: Any) -> None:
-    config = kind(activation_checkpointing=True, backend="gloo")
-    assert kind(**config.to_dict()) == config != kind()
-    with pytest.raises(ConfigurationError, match=r"backend='mpi'"):
-        dataclasses.replace(kind(), backend="mpi")
-
-
 @pytest.mark.parametrize("plan", [{}, {"layers.*": "colwise"}, "some.path"])
 def test_megatron_takes_no_plan_of_ones_own_not_even_an_empty_one(plan: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"MegatronFSDPConfig takes no tp_plan.*FSDP2Config"):
@@ -200,11 +184,6 @@ def test_value_of_another_type_or_range_is_refused(kind: Any, name: str, values:
         assert "\n" not in str(caught.value)
 
 
-def test_unit_modules_may_be_classes() -> None:
-    units: Any = [torch.nn.Linear, "torch.nn.Embedding"]
-    assert MegatronFSDPConfig(megatron_fsdp_unit_modules=units).megatron_fsdp_unit_modules == units
-
-
 def test_each_of_the_three_passes_and_nothing_else() -> None:
     for kind in ALL:
         config = kind()
@@ -220,43 +199,6 @@ def test_each_of_the_three_passes_and_nothing_else() -> None:
 
 FSDP2, MEGATRON, DDP = FSDP2Config(), MegatronFSDPConfig(), DDPConfig()
 STRATEGIES = [FSDP2, MEGATRON, DDP]
-
-
-class OwnConfig(FSDP2Config):
-    """What a user may derive."""
-
-
-@pytest.mark.parametrize("config", STRATEGIES)
-def test_sizes_that_are_not_said_are_one_and_all_ranks_share_out_the_data(config: Any) -> None:
-    for world in (1, 6):
-        assert resolve_sizes(config, world) == ParallelSizes(dp_shard=world)
-    for unknown in (None, 0, -1):
-        assert resolve_sizes(config, 4, dp_size=unknown).dp == 4
-    assert resolve_sizes(config, 4, **dict.fromkeys(SIZE_NAMES[1:], 1)) == ParallelSizes(dp_shard=4)
-    assert resolve_sizes(config, 4, **dict.fromkeys(SIZE_NAMES)) == ParallelSizes(dp_shard=4)
-
-
-ALL_SIX = {"dp_size": 4, "dp_replicate_size": 2, "tp_size": 2, "pp_size": 3, "cp_size": 4, "ep_size": 8}
-
-
-@pytest.mark.parametrize(
-    ("config", "world", "asked", "expected"),
-    [
-        (FSDP2, 96, ALL_SIX, ParallelSizes(dp_replicate=2, dp_shard=2, tp=2, pp=3, cp=4, ep=8)),
-        (FSDP2, 8, {"tp_size": 2, "ep_size": 8}, ParallelSizes(dp_shard=4, tp=2, ep=8)),
-        (FSDP2, 8, {"dp_replicate_size": 4}, ParallelSizes(dp_replicate=4, dp_shard=2)),
-        (MEGATRON, 12, {"dp_size": 2, "tp_size": 2, "cp_size": 3}, ParallelSizes(dp_shard=2, tp=2, cp=3)),
-        (MEGATRON, 12, {"tp_size": 2, "cp_size": 3}, ParallelSizes(dp_shard=2, tp=2, cp=3)),
-        (OwnConfig(), 4, {"pp_size": 2}, ParallelSizes(dp_shard=2, pp=2)),
-    ],
-)
-def test_sizes_are_resolved(config: Any, world: int, asked: Any, expected: ParallelSizes) -> None:
-    assert resolve_sizes(config, world, **asked) == expected
-
-
-def test_products_of_sizes_are_those_of_the_axes() -> None:
-    sizes = resolve_sizes(FSDP2, 96, **ALL_SIX)
-    assert (sizes.dp, sizes.dp_cp, sizes.ep_shard) == (4, 16, 4)
 
 
 PRODUCT = "^dp_size x tp_size x pp_size x cp_size = "

@@ -226,11 +226,6 @@ def test_sections_of_axes_of_one_rank_are_left_out_with_a_warning() -> None:
         parse_distributed_section({"moe": {"backend": "x"}, "ep_size": 1})
 
 
-def test_empty_section_of_experts_says_nothing() -> None:
-    assert parse_distributed_section({"moe": {}}).config == FSDP2Config()
-    assert parse_distributed_section({"moe": None, "ep_size": 2}).sizes == {"ep_size": 2}
-
-
 @pytest.mark.parametrize("target", [None, "megatron_fsdp.automodel.PipelineConfig"])
 def test_section_of_pipelines_is_built(target: Any) -> None:
     values = {"pp_schedule": "gpipe", "pp_microbatch_size": 2, "layers_per_stage": "none"}

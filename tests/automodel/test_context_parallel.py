@@ -34,16 +34,6 @@ def test_balanced_tokens_have_the_order_of_torchs_load_balancer(ranks: int, leng
     assert positions.tolist() == _HeadTailLoadBalancer(length, ranks, "cpu")._generate_indices()[0].tolist()
 
 
-@pytest.mark.parametrize(("ranks", "length"), SIZES)
-def test_joining_undoes_cutting(ranks: int, length: int) -> None:
-    layout = SequenceLayout(ranks)
-    whole = torch.arange(2 * length * 3).view(2, length, 3)
-    parts = [layout.cut(whole, rank, 1) for rank in range(ranks)]
-    assert torch.equal(layout.join(parts, 1), whole)
-    for rank, part in enumerate(parts):
-        assert torch.equal(part, whole[:, layout.positions_of(rank, length // ranks)])
-
-
 @pytest.mark.parametrize(("length", "arithmetic"), [(20, "2 * 4 = 8 equal pieces"), (0, "pad them to 8 tokens")])
 def test_lengths_that_do_not_divide_are_refused_with_the_arithmetic(length: int, arithmetic: str) -> None:
     with pytest.raises(ParallelSizeError) as raised:

@@ -201,25 +201,6 @@ def mark_from_first(folder: Path, rank: int) -> None:
         (folder / ".metadata").write_text("whole")
 
 
-@on_ranks(3)
-def test_some_of_the_ranks_save_for_themselves(tmp_path: Path) -> None:
-    """Ranks 0 and 1 save together, rank 2 alone, at the same time."""
-    rank = dist.get_rank()
-    pair, single = dist.new_group([0, 1]), dist.new_group([2])
-    if rank == 0:  # ranks of a group need not be in the same number of others
-        dist.new_group([0], use_local_synchronization=True)
-    ranks, group = ([2], single) if rank == 2 else ([0, 1], pair)
-    mine = CheckpointStore(tmp_path / str(len(ranks)), group=group)
-
-    def writer(folder: Path) -> None:
-        (folder / f"rank{rank}").write_text("")
-        mark_from_first(folder, dist.get_rank(group))
-
-    with closing(BackgroundSaver(group)) as saver:
-        saver.start({}, lambda _, copy: mine.write(1, writer, group=copy))
-    assert sorted(path.name for path in mine.resolve().iterdir()) == [".metadata", *(f"rank{each}" for each in ranks)]
-
-
 # ---- an end under way ------------------------------------------------------------------------------------------------
 
 

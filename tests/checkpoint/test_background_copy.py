@@ -1,6 +1,5 @@
 """The copy that is saved in the background: equal, apart from its source, and made in the same memory again."""
 
-import gc
 import io
 from collections import OrderedDict
 from typing import Any
@@ -98,15 +97,6 @@ def test_nesting_objects_and_what_has_a_state_dict() -> None:
     assert copied["names"] == {"a", "b"}
 
 
-def test_tied_tensors_are_copied_once() -> None:
-    weight = torch.randn(8, 8)
-    buffers = StagingBuffers()
-    copied = buffers.copy({"a": weight, "b": {"tied": weight.detach()}, "c": weight[:4]})
-    assert buffers.staged_bytes == 8 * 8 * 4 + 4 * 8 * 4
-    assert copied["a"].data_ptr() == copied["b"]["tied"].data_ptr()
-    assert torch.equal(copied["c"], weight[:4])
-
-
 def test_the_next_copy_uses_the_same_memory() -> None:
     buffers = StagingBuffers(arena_bytes=1024)
     state = {"large": torch.randn(1000), "a": torch.randn(100), "b": torch.randn(100), "c": torch.randn(3)}
@@ -124,19 +114,6 @@ def test_the_next_copy_uses_the_same_memory() -> None:
     grown = buffers.copy({**state, "more": torch.randn(5000)})
     assert torch.equal(grown["large"], state["large"])
     assert buffers.staged_bytes == sum(tensor.nbytes for tensor in state.values()) + 20_000
-
-
-def test_memory_lives_as_long_as_a_tensor_over_it() -> None:
-    buffers = StagingBuffers()
-    copied = buffers.copy({"a": torch.full((1000,), 5.0)})
-    buffers.release()
-    assert buffers.reserved_bytes == 0
-    kept = copied["a"][10:]
-    del copied, buffers
-    gc.collect()
-    others = [torch.zeros(1000) for _ in range(50)]
-    assert kept.tolist() == [5.0] * 990
-    del others
 
 
 @pytest.mark.parametrize("tensor", [torch.eye(3).to_sparse(), torch.empty(3, device="meta")], ids=["sparse", "meta"])

@@ -6,8 +6,6 @@ average, a buffer, a counter.
 """
 
 import copy
-import itertools
-import math
 import random
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,14 +17,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
-from megatron_fsdp.checkpoint.rng import place_in
 from tests.checkpoint.test_load import contents
 from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, Arrangement, hybrid_arguments, place_tensors, tensor_arguments
@@ -390,18 +385,3 @@ def test_a_place_of_each_rank_is_kept_under_a_name_for_each(tmp_path: Path) -> N
     report = load_checkpoint(model, None, tmp_path, extra={f"data{rank}": here})
     assert [here.take() for _ in range(12)] == [there.take() for _ in range(12)]
     assert f"in the checkpoint and not asked for: data{1 - rank}" in str(report)
-
-
-@given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4), data=st.data())
-def test_every_coordinate_of_a_mesh_is_a_logical_rank_of_its_own(shape: list[int], data: st.DataObject) -> None:
-    names = [f"axis{dim}" for dim in range(len(shape))]
-    tp_dim = data.draw(st.sampled_from(names))
-    places = [place_in(names, shape, at, tp_dim) for at in itertools.product(*map(range, shape))]
-    assert len({place.key for place in places}) == len(places) == math.prod(shape)
-    tensor_size = shape[names.index(tp_dim)]
-    for each in places:
-        assert (each.tensor_size, each.data_size) == (tensor_size, math.prod(shape) // tensor_size)
-        assert 0 <= each.tensor < each.tensor_size
-        assert 0 <= each.data < each.data_size
-    by_tensor = [place.data for place in places if place.tensor == 0]
-    assert by_tensor == list(range(places[0].data_size))

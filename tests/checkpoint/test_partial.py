@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fsdp.checkpoint.folder import BoxIndex, CheckpointFolder
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
-from tests.support.torch_dist import boxes_of_grid, chunked, plain
+from tests.support.torch_dist import chunked, plain
 
 STACK = torch.arange(3 * 4 * 6, dtype=torch.float32).reshape(3, 4, 6)
 TENSORS = {
@@ -76,11 +76,6 @@ def test_a_tensor_whose_elements_lie_in_another_order_is_read_whole(
     assert whole == [1]
 
 
-def test_scalars_and_boxes_without_elements(folder: CheckpointFolder) -> None:
-    assert folder.read_box("scalar", (), ()).item() == 3.0
-    assert folder.read_box("stack", (1, 0, 0), (0, 4, 6)).shape == (0, 4, 6)
-
-
 def test_a_box_outside_of_the_tensor_is_refused(folder: CheckpointFolder) -> None:
     with pytest.raises(CheckpointError, match=r"stack of shape \(3, 4, 6\) has no box"):
         folder.read_box("stack", (2, 0, 0), (2, 4, 6))
@@ -121,23 +116,3 @@ def test_damaged_archives_are_refused_or_read_right(alone: tuple[Path, bytes, in
     except CheckpointError as error:
         refused = str(error)
     assert "stack" in refused if found is None else torch.equal(found, STACK[1:2])
-
-
-@given(st.data())
-def test_the_chunks_that_meet_a_box_are_found(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.integers(1, 4)) for _ in range(data.draw(st.integers(0, 3))))
-    grid = tuple(data.draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0])) for size in shape)
-    boxes = list(boxes_of_grid(shape, grid))
-    if len(boxes) > 1 and shape and data.draw(st.booleans()):  # an uneven grid: the last box in two
-        last = boxes.pop()
-        cut = data.draw(st.integers(0, last.lengths[0]))
-        boxes.append(Box(last.offsets, (cut, *last.lengths[1:])))
-        boxes.append(Box((last.offsets[0] + cut, *last.offsets[1:]), (last.lengths[0] - cut, *last.lengths[1:])))
-    offsets = [data.draw(st.integers(0, size - 1)) for size in shape]
-    lengths = [data.draw(st.integers(0, size - start)) for size, start in zip(shape, offsets, strict=True)]
-    counts = torch.zeros(shape)
-    for _, shared in BoxIndex(boxes).meeting(Box(tuple(offsets), tuple(lengths))):
-        counts[shared.indices] += 1
-    expected = torch.zeros(shape)
-    expected[Box(tuple(offsets), tuple(lengths)).indices] = 1
-    assert torch.equal(counts, expected)

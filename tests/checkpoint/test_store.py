@@ -19,8 +19,6 @@ from megatron_fsdp.checkpoint.store import (
     POINTER,
     CheckpointStore,
     FileOps,
-    folder_name,
-    iteration_of,
     new_folder,
     new_shared_folder,
     replace_text,
@@ -135,11 +133,6 @@ def test_what_is_no_iteration_is_refused(tmp_path: Path, iteration: object) -> N
         with pytest.raises(ConfigurationError, match="give a whole number from 0"):
             store.resolve(iteration)  # type: ignore[arg-type]
     assert listed(tmp_path) == []
-
-
-@given(st.integers(0, 10**18 - 1))
-def test_names_and_iterations_are_one_to_one(iteration: int) -> None:
-    assert iteration_of(folder_name(iteration)) == iteration
 
 
 # ---- keeping --------------------------------------------------------------------------------------------------------

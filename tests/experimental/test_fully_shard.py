@@ -207,13 +207,6 @@ def test_units_have_placements_and_meshes_of_their_own() -> None:
     assert_like_one_process(net, reference, shard(net, list(STRATEGIES), all_units), 2)
 
 
-@pytest.mark.parametrize("strategy", ["zero-1", "zero-3"])
-@on_ranks(2)
-def test_accumulation_needs_no_word(strategy: str) -> None:
-    net, reference = pair()
-    assert_like_one_process(net, reference, shard(net, [strategy], blocks_and_root), 3, tells=False)
-
-
 @on_ranks(2)
 def test_roots_without_a_module_above_them_share_an_engine() -> None:
     net, reference = (nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))) for _ in range(2))
@@ -417,22 +410,6 @@ def test_two_forwards_an_exception_and_an_evaluation() -> None:
 
 
 @on_ranks(2)
-def test_bfloat16_modules_have_float32_main_weights() -> None:
-    module = nn.Linear(4, 4, bias=False).bfloat16()
-    torch.nn.init.constant_(module.weight, 1.0)
-    with fully_shard_context("cpu"):
-        fully_shard(module, mesh_of(1), placements("zero-3"))
-    (group,) = module.parameter_groups  # type: ignore[operator, misc]
-    assert (module.weight.dtype, group.dtype) == (torch.float32, torch.bfloat16)
-    optimizer = torch.optim.SGD(module.parameters(), lr=2.0**-10)
-    fully_shard_optimizer(optimizer)
-    module(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    # a step that bfloat16 would round away
-    assert module.weight.full_tensor().eq(1 - 2.0**-10).all()  # type: ignore[operator]
-
-
-@on_ranks(2)
 def test_groups_show_their_buffers_and_unshard() -> None:
     with torch.device("meta"):
         module = nn.Linear(4, 6, bias=False, dtype=torch.bfloat16)
@@ -450,16 +427,6 @@ def test_groups_show_their_buffers_and_unshard() -> None:
     group.release_unsharded_storage()
     assert isinstance(module.weight, DTensor)
     assert module.parameter_groups[0].main_grad is None  # type: ignore[operator, index]
-
-
-@on_ranks(2)
-def test_an_optimizer_from_before_is_refused() -> None:
-    module = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with fully_shard_context("cpu"):
-        fully_shard(module, mesh_of(1), placements("zero-3"))
-    module(torch.ones(1, 4)).sum().backward()
-    assert "SGD holds weight in its param_groups as it was before" in refusal(ValueError, optimizer.step)
 
 
 @on_ranks(2)

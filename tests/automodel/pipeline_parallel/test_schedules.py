@@ -83,11 +83,6 @@ def test_stages_counted_from_their_length_are_no_longer(layers: int, ranks: int,
     assert max(stop - start for start, stop in split_layers(layers, stages, longest)) <= longest
 
 
-def test_number_of_stages_follows_from_the_schedule() -> None:
-    assert count_stages(schedule_named("1F1B"), 30, 4) == 4
-    assert count_stages(schedule_named("Interleaved1F1B"), 30, 4) == 8
-
-
 def test_stages_that_do_not_divide_are_refused_with_the_arithmetic() -> None:
     with pytest.raises(ParallelSizeError, match="30 layers with layers_per_stage=10 make 3 stages, no multiple of 2"):
         count_stages(schedule_named("interleaved1f1b"), 30, 2, 10)

@@ -55,23 +55,6 @@ def test_models_that_take_tuples_from_their_layers_can_be_cut() -> None:
         torch.testing.assert_close(value, whole(tokens, use_cache=False).logits, rtol=1e-5, atol=1e-6)
 
 
-def test_stage_without_memory_has_only_its_own_parameters() -> None:
-    stages = stages_of("qwen3_moe", "meta")
-    assert all(param.is_meta for stage in stages for param in stage.parameters())
-    numel = [sum(param.numel() for param in stage.parameters()) for stage in stages]
-    whole = build("qwen3_moe")
-    layer = sum(param.numel() for param in find_layers(whole).modules()[0].parameters())
-    assert numel == [2 * layer + 96 * 32, layer, layer + 32 + 96 * 32]
-    assert type(stages[1]).__name__ == type(whole).__name__
-
-
-def test_containers_of_a_stage_are_ordinary_outside_of_its_forward() -> None:
-    container = find_layers(stages_of("llama", "meta")[1]).container
-    assert list(container) == ["2"]
-    assert len(container) == 1
-    assert container["2"] is next(iter(container.values()))
-
-
 def multimodal() -> Any:
     model = build("llama")
     model.vision = nn.Linear(2, 2)
@@ -117,8 +100,3 @@ def test_models_that_cannot_be_cut_are_refused_and_left_whole(make: Any, words: 
     with pytest.raises(ConfigurationError, match=words):
         cut_stage(model, 0, 2, is_first=True, is_last=False)
     assert [name for name, _ in model.named_parameters()] == names
-
-
-def test_layers_outside_of_the_model_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="layers 3 to 5 does not fit a model of 4 layers"):
-        cut_stage(build("llama"), 3, 5, is_first=False, is_last=True)

@@ -1,9 +1,7 @@
-"""Plans that users give, adapters of peft, styles no small family uses, and what is refused."""
+"""Divided tensors: placements, plans that users give, adapters of peft, styles no small family uses, refusals."""
 
-import re
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -14,16 +12,16 @@ from torch import nn
 from torch._inductor import config as inductor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.utils.checkpoint import checkpoint
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
 from megatron_fsdp.automodel.tensor_parallel.plans import STYLE_NAMES
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from tests.automodel.training import assert_trained_alike, reference, train
+from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
-from tests.support.language_models import VOCABULARY, build
+from tests.support.language_models import FAMILIES, VOCABULARY, batch_of, build
 from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
 
 SIZES = {"num_hidden_layers": 2}
@@ -74,6 +72,52 @@ def test_given_plans_equal_one_process() -> None:
         assert_trained_alike(train(model, alone=True), reference(kind, steps=2, changes=SIZES))
 
 
+def divided(kind: str) -> list[str]:
+    """What is wrong with the parameters of a divided model, with and without sequence parallelism."""
+    wrong = []
+    mesh = mesh_of((2,), ("tp",))
+    for splits_tokens in (False, True):
+        model = build(kind, **SIZES)
+        tied = sum(1 for _ in model.parameters())
+        parallelize_tensors(model, mesh, sequence_parallel=splits_tokens)
+        model(**batch_of()).loss.backward()
+        params = dict(model.named_parameters())
+        wrong += [f"{name} is plain" for name, param in params.items() if not isinstance(param, DTensor)]
+        wrong += [] if len(params) == tied else ["weights are not tied any more"]
+        wrong += [
+            f"{name} has a gradient placed as {param.grad.placements}"
+            for name, param in params.items()
+            if param.grad is not None and param.grad.placements != param.placements
+        ]
+    return wrong
+
+
+@pytest.mark.full(short=["llama_tied", "deepseek_v3"])
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "gpt2"])
+def test_every_parameter_is_a_dtensor_with_a_gradient_placed_alike(run_ranks: RunRanks, kind: str) -> None:
+    assert run_ranks(2, divided, kind) == [[], []]
+
+
+@on_ranks(2)
+def test_experts_without_tokens_get_a_gradient_of_zero() -> None:
+    """One token for two experts of four: some rank's experts get none."""
+    wrong = []
+    mesh = mesh_of((2,), ("tp",))
+    gradients = []
+    for divided in (False, True):
+        model = build("mixtral", **SIZES)
+        model.config._experts_implementation = "eager"
+        if divided:
+            parallelize_tensors(model, mesh)
+        model(input_ids=batch_of()["input_ids"][:1, :1], use_cache=False).logits.square().mean().backward()
+        gradients.append({name: param.grad for name, param in model.named_parameters()})
+    for name, right in gradients[0].items():
+        mine = gradients[1][name]
+        if (right is None) != (mine is None) or not torch.allclose(mine.full_tensor(), right, rtol=1e-4, atol=1e-6):
+            wrong.append(name)
+    assert wrong == []
+
+
 def with_lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
     """The model with random adapters of peft."""
     config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets, init_lora_weights=False, **options)
@@ -99,35 +143,6 @@ def test_adapters_of_peft_equal_one_process() -> None:
             model = with_lora(build(kind, **SIZES), targets)
             parallelize_tensors(model, mesh, sequence_parallel=splits_tokens)
             assert_trained_alike(train(model, alone=True), expected)
-
-
-class RecomputedNorm(LlamaRMSNorm):
-    """A norm whose forward recomputes a function of its own weight."""
-
-    use_reentrant = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@on_ranks(2)
-def test_functions_of_own_weights_are_recomputed_as_on_one_process(frozen: bool) -> None:
-    def prepared(use_reentrant: bool) -> nn.Module:
-        model = build("llama", **SIZES)
-        for norm in [part for part in model.modules() if isinstance(part, LlamaRMSNorm)]:
-            norm.__class__ = RecomputedNorm
-            norm.use_reentrant = use_reentrant
-            norm.unused = nn.Parameter(torch.ones(3))  # gets no gradient, and is a DTensor again all the same
-            norm.requires_grad_(not frozen)
-        return model
-
-    for use_reentrant in (False, True):
-        expected = train(prepared(use_reentrant), alone=True)
-        model = prepared(use_reentrant)
-        parallelize_tensors(model, mesh_of((2,), ("tp",)))
-        assert_trained_alike(train(model, alone=True), expected)
-        assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
 class ScaledMLP(LlamaMLP):
@@ -261,24 +276,6 @@ def test_a_packed_input_is_put_together() -> None:
 
 EXPERT_PARALLEL = {"grouped_gemm", "ep_dispatch_experts"}
 """Names of plans for expert parallelism, which are other plans."""
-
-_PLAN = re.compile(r"^\s+(?:base_model)?_tp_plan(?::[^=\n]*)?\s*=\s*\{(.*?)\}\s*$", re.DOTALL | re.MULTILINE)
-_STYLE = re.compile(r'": "(\w+)"')
-
-
-def styles_in_use() -> dict[str, str]:
-    """Name of a style -> a file with a plan that uses it, from the text of all plans."""
-    found = {}
-    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/*.py")):
-        for text in _PLAN.findall(path.read_text(encoding="utf-8")):
-            found.update(dict.fromkeys(_STYLE.findall(text), path.name))
-    return found
-
-
-def test_every_style_in_plans_of_transformers_is_known() -> None:
-    used = styles_in_use()
-    assert {"colwise", "moe_tp_experts", "mla_kv_a_proj", "local_params", "embedding_rowwise"} <= used.keys()
-    assert {name: path for name, path in used.items() if name not in STYLE_NAMES} == {}
 
 
 def test_every_style_that_transformers_registers_is_known() -> None:

@@ -17,7 +17,6 @@ from megatron_fsdp.checkpoint.inspect import (
     BLOCK,
     inspect_folder,
     parse_part,
-    recognise,
     show,
     statistics_of,
 )
@@ -41,11 +40,6 @@ def test_each_generation_of_torch_dist_is_told(tmp_path: Path, generation: str) 
     assert found["marker"]["sharded_backend"] == "torch_dist"
     assert bool(found["mcore_data"]) == (generation == "G1")
     assert found["problems"] == []
-
-
-@pytest.mark.parametrize("optimizer", ["none", "model_space", "bucket_space"])
-def test_the_layout_of_the_optimizer_is_told(tmp_path: Path, optimizer: str) -> None:
-    assert recognise(builders.save_torch_dist(tmp_path / "a", "G3", optimizer=optimizer)).optimizer == optimizer
 
 
 def test_keys_shapes_and_bytes(tmp_path: Path) -> None:
@@ -108,25 +102,6 @@ def test_statistics_of_chunks_are_those_of_the_whole() -> None:
     assert statistics_of([torch.tensor([3 + 4j, 0j])])["norm"] == 5.0
     assert statistics_of([torch.tensor([1e300, -1e300], dtype=torch.float64)])["norm"] is None
     assert statistics_of([torch.tensor([True, False])])["mean"] == 0.5
-
-
-def test_the_folder_of_a_run_means_its_latest_checkpoint(tmp_path: Path) -> None:
-    for iteration in (2, 10):
-        builders.save({"w": torch.full((2,), float(iteration))}, tmp_path / f"iter_{iteration:07d}")
-    assert locate(tmp_path).name == "iter_0000010"
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    assert locate(tmp_path).name == "iter_0000002"
-    assert locate(tmp_path / "iter_0000010").name == "iter_0000010"
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
-    with pytest.raises(CheckpointError, match="no whole checkpoint of that name"):
-        locate(tmp_path)
-
-
-def test_folders_that_hold_none_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not a folder"):
-        CheckpointFolder(locate(tmp_path / "none"))
-    with pytest.raises(CheckpointError, match=r"has no \.metadata"):
-        CheckpointFolder(locate(tmp_path))
 
 
 # ---- one tensor or object --------------------------------------------------------------------------------------------
