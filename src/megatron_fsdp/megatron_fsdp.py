@@ -37,16 +37,15 @@ from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, describe, memory_of
 from megatron_fsdp.dtensor.tensor import check_conversion
-from megatron_fsdp.engine.asked_gradients import answer_for_sharded_parameters
 from megatron_fsdp.engine.hooks import calls_of, compiled_in_place
 from megatron_fsdp.engine.hooks import join as join_units
 from megatron_fsdp.engine.observer import Observer
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.errors import ConfigurationError, warn_caller
-from megatron_fsdp.hang.watch import log_for_hangs, log_if_asked, stop_logging_for_hangs
+from megatron_fsdp.hang.watch import log_for_hangs, stop_logging_for_hangs
 from megatron_fsdp.optim.grad_norm import clip_gradients
-from megatron_fsdp.optim.optimizer import float32_by, watch_optimizers
+from megatron_fsdp.optim.optimizer import float32_by
 from megatron_fsdp.param_and_grad_buffer import AllGatherPipeline, GradReducePipeline, ParamAndGradBuffer
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.state.experts import CheckpointNames
@@ -266,8 +265,6 @@ class MegatronFSDP(nn.Module):
             for group in self._engine.groups():
                 group.decouple_gradients()
         self._bucket_numel = grouping.cut_numel(self._engine.rank_meshes[0].num_ranks)
-        watch_optimizers(self._engine)
-        answer_for_sharded_parameters(self._engine)
         for group in self._engine.groups():
             for index, param in enumerate(group.sharded):
                 marks: Any = param
@@ -275,7 +272,6 @@ class MegatronFSDP(nn.Module):
                 # Read by Megatron-Core's checkpoints, which split fused weights and their state.
                 marks.megatron_fsdp_slice = slice(*group.plan.layout.range_in(index, group.weights.main.region))
                 marks.megatron_fsdp_dist_index = weakref.proxy(dist_index)
-        log_if_asked(self._engine)
         plan = self._engine.unit_plan
         count, source = len(plan.units) - 1, plan.source.removeprefix("given classes ")
         logger.info("%d unit%s (%s) beside the root", count, "" if count == 1 else "s", source)

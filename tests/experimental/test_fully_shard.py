@@ -21,6 +21,7 @@ from megatron_fsdp import (
     DistributedDataParallelConfig,
     fully_shard_model,
 )
+from megatron_fsdp.engine.engine import engine_of_module
 from megatron_fsdp.experimental import (
     Placements,
     fully_shard,
@@ -34,7 +35,6 @@ from megatron_fsdp.experimental.context import FsdpContext
 from megatron_fsdp.experimental.module import FsdpModule
 from megatron_fsdp.fully_shard import fully_shard_optimizer as connect_to_wrapper
 from megatron_fsdp.trace import trace
-from megatron_fsdp.wrap.in_place import engine_of_module
 from tests.support.on_ranks import on_ranks
 
 R, S, AVG = Replicate(), Shard(0), Partial("avg")

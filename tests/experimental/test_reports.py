@@ -15,6 +15,7 @@ from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.describe import Description, describe
 from megatron_fsdp.describe.model import memory_of
 from megatron_fsdp.doctor import check_parity
+from megatron_fsdp.engine.engine import engine_of_model
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.experimental import Placements, fully_shard, fully_shard_context, fully_shard_optimizer
 from megatron_fsdp.hang.log_file import Mark, read_folder
@@ -22,7 +23,6 @@ from megatron_fsdp.hang.watch import log_for_hangs, stop_logging_for_hangs
 from megatron_fsdp.plan import plan
 from megatron_fsdp.plan.simulate import built_without_memory, simulated_ranks
 from megatron_fsdp.trace import Timeline, trace
-from megatron_fsdp.wrap.in_place import engine_of_model
 from tests.support.on_ranks import fixed_seed, on_ranks, refusal
 from tests.support.zoo import FLOORS, TOWER_FEATURES, Floor, Tower, tower_loss
 from tests.trace.training import data, plain, sharded_tower

@@ -20,14 +20,13 @@ from megatron_fsdp.describe.description import (
     UnitDescription,
 )
 from megatron_fsdp.describe.text import in_bytes
-from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.engine import Engine, engine_of_model
 from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.optim.chained import ChainedOptimizer
 from megatron_fsdp.optim.optimizer import count_kinds, step_of
 from megatron_fsdp.sharding.placement import Placement, strategies_of
 from megatron_fsdp.sharding.units import ROOT_UNIT
-from megatron_fsdp.wrap.in_place import engine_of_model
 
 
 @dataclass(frozen=True)

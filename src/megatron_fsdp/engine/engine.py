@@ -25,7 +25,7 @@ from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.dtensor.expert_names import ExpertNames
 from megatron_fsdp.engine.delayed_linear import WeightGradientQueue
 from megatron_fsdp.engine.executor import Executor
-from megatron_fsdp.engine.gradient_checks import FiniteCheck, GradientCheck, UnreducedGradients
+from megatron_fsdp.engine.gradient_checks import FiniteCheck, GradientCheck
 from megatron_fsdp.engine.gradients import (
     GRAD,
     GradientBuffers,
@@ -78,6 +78,32 @@ class ForwardCall:
     last_backward: int = -1
 
 
+OWNED_ENGINE = "_fsdp_engine"
+"""The key of the engine in the dictionary of a wrapper, or of a module that was sharded in place, which own it."""
+
+
+def engine_of_module(module: nn.Module) -> Engine | None:
+    """Return the engine of a wrapper, or of a module that was sharded in place; None until it is made."""
+    found: Engine | None = module.__dict__.get(OWNED_ENGINE)
+    return found
+
+
+def engine_of_model(model: object) -> Engine:
+    """Return the engine of a wrapper, or of the modules of a model that were sharded in place.
+
+    Raises:
+        ConfigurationError: No module of it has an engine, or several have different ones.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = {id(engine): engine for module in modules if (engine := engine_of_module(module)) is not None}
+    if len(found) != 1:
+        raise ConfigurationError(
+            f"a {type(model).__name__} that {len(found) or 'no'} engines shard was given; give what fully_shard_model, "
+            "fully_shard or DistributedDataParallel returned, or a model sharded in place whose context has ended"
+        )
+    return next(iter(found.values()))
+
+
 def live_engine(reference: weakref.ref[Engine]) -> Engine:
     """Return the engine of a hook's weak reference; raise a ScheduleError if it was deleted."""
     engine = reference()
@@ -122,7 +148,6 @@ class Engine:
     rank_meshes: tuple[RankMesh, ...]  # of all groups, the same on all ranks and in one order
     reaching_all: tuple[dist.ProcessGroup | None, ...]  # groups that together reach every rank of the model
     structure: StructureCheck  # finds parameters that join the model later
-    check_optimizer: Callable[[torch.optim.Optimizer], None]  # refuses one that cannot train the model
     expert_names: ExpertNames  # over all ranks
     # With a queue of weight gradients that wait for the end of backward, all gradients stay where autograd puts
     # them until then: units are filled and reduced there, one after another.
@@ -153,7 +178,6 @@ class Engine:
         self.config_notes: tuple[str, ...] = ()
         self.stepped = False
         self._installs = 0
-        self._unreduced = UnreducedGradients()
         self.full_units: set[int] = set()  # units whose modules show copies of the full parameters
         self.open_pass = ""  # the iteration over full tensors that was begun, and is neither exhausted nor closed
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -442,11 +466,7 @@ class Engine:
         return any(id(param) in self.group_and_index for param in firsts)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record a step of any optimizer, since custom kernels do not raise version counters."""
-        if optimizer in self.connected:
-            return  # its own hooks install the weights
-        self.check_optimizer(optimizer)
-        self._unreduced.check(optimizer, self.group_and_index)
+        """Record a step of an optimizer that is not connected, since custom kernels do not raise version counters."""
         if self._is_ours(optimizer):
             self.stepped = True
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.comm.axis import has_values
-from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError, LargeGradientError, NonFiniteGradientError, warn_caller
 
 _SHOWN = 8
@@ -325,29 +324,3 @@ def _sums(grad: torch.Tensor) -> torch.Tensor:
         for index, bits in enumerate(_SIGN_BITS, start=1):
             total[index] += (values * (1 - 2 * ((places * bits >> 15) & 1))).sum()
     return total
-
-
-class UnreducedGradients:
-    """Warns, once, when an optimizer steps before any gradient of its parameters is reduced."""
-
-    def __init__(self) -> None:
-        self._warned = False
-
-    def check(
-        self, optimizer: torch.optim.Optimizer, group_and_index: Mapping[int, tuple[ParameterGroup, int]]
-    ) -> None:
-        """Warn when an unconnected optimizer steps before gradients are reduced."""
-        if self._warned:
-            return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        gradients = [group_and_index[id(param)][0].gradients for param in params if id(param) in group_and_index]
-        waits = any(
-            found is not None and (found.has_unreduced_gradient or found.has_partly_reduced) for found in gradients
-        )
-        if waits and all(param.grad is None for param in params):
-            self._warned = True
-            warn_caller(
-                f"{type(optimizer).__name__} stepped while all gradients of its parameters wait for their reduction "
-                "(no_sync, or sync_model_each_microbatch=False), so nothing was updated; connect it with "
-                "fully_shard_optimizer or DistributedOptimizer, or call finish_grad_sync first"
-            )

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from megatron_fsdp.checkpoint.load import load_checkpoint as load_into
-from megatron_fsdp.wrap.in_place import engine_of_module
+from megatron_fsdp.engine.engine import engine_of_module
 
 
 def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_dir: str | os.PathLike[str]) -> None:

@@ -14,13 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.streams import default_device, resolve_device
 from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions, UserBufferOptions, WeightAllocator
-from megatron_fsdp.engine.asked_gradients import answer_for_sharded_parameters
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.errors import ScheduleError, warn_caller
-from megatron_fsdp.hang.watch import log_if_asked
-from megatron_fsdp.optim.optimizer import watch_optimizers
 from megatron_fsdp.wrap.in_place import KnownPlans, finish_in_place, outermost_units, unit_of, units_inside
 
 _OPEN: ContextVar[FsdpContext | None] = ContextVar("fully_shard_context", default=None)
@@ -94,9 +91,6 @@ class FsdpContext:
         if self.use_symmetric_memory:
             memory = MemoryOptions(user_buffers=UserBufferOptions(), is_persistent=True)
         engine = finish_in_place(roots, EngineOptions(memory=memory), self.at_once)
-        watch_optimizers(engine)
-        answer_for_sharded_parameters(engine)
-        log_if_asked(engine)
         self._engine = weakref.ref(engine)
         for handle in self._refusals:
             handle.remove()

@@ -26,8 +26,8 @@ from megatron_fsdp.formats.tensor_extensions import tensor_extension_of
 from megatron_fsdp.fsdp2.even import EvenParameter, even_shard
 from megatron_fsdp.fsdp2.module import become_sharded
 from megatron_fsdp.fsdp2.state import MeshPlans, ShardState, state_of
+from megatron_fsdp.optim.step import mark_replaced, replaced_name
 from megatron_fsdp.sharding.placement import placements_for
-from megatron_fsdp.wrap.optimizer_checks import mark_replaced, replaced_name
 from megatron_fsdp.wrap.wrap import check_not_wrapped
 
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])

@@ -28,7 +28,6 @@ from torch.utils.hooks import RemovableHandle
 from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions, WeightAllocator
-from megatron_fsdp.engine.asked_gradients import answer_for_sharded_parameters
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.hooks import is_compiled_in_place, uncompiled
@@ -36,8 +35,6 @@ from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.fsdp2.even import EvenParameter
-from megatron_fsdp.hang.watch import log_if_asked
-from megatron_fsdp.optim.optimizer import watch_optimizers
 from megatron_fsdp.optim.state_dict import cut_state
 from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all, rank_mesh_of
 from megatron_fsdp.wrap.in_place import KnownPlans, finish_in_place, shard_in_place
@@ -182,9 +179,6 @@ class ShardState:
         engine = finish_in_place(self.modules, options, SyncMode())
         if vars(fsdp)["fully_shard"] is not torch_fully_shard:
             engine.config_notes = (INSTALLED,)
-        watch_optimizers(engine)
-        answer_for_sharded_parameters(engine)
-        log_if_asked(engine)
         for state in states:
             state.is_finished = True
             state._after_finish()

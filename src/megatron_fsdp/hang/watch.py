@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.config.switches import checked_timeout, resolve_hang_log
-from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.engine import Engine, engine_of_model
 from megatron_fsdp.engine.executor import communicated_bytes
 from megatron_fsdp.engine.observer import ON_REQUEST, Observer, Phase, close_phase
 from megatron_fsdp.engine.unit import Unit
@@ -39,7 +39,6 @@ from megatron_fsdp.hang.log_file import (
     read_log,
     this_process,
 )
-from megatron_fsdp.wrap.in_place import engine_of_model
 
 _RUN_KEY = "megatron_fsdp_hang_log_run"
 _MOST_HANDLES = 1024

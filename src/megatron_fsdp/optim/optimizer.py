@@ -44,10 +44,18 @@ from megatron_fsdp.optim.local_step import (
     steps_locally,
 )
 from megatron_fsdp.optim.state_dict import Lost, as_held, as_saved, cut_state, warn_of_thawed, with_blank_state
-from megatron_fsdp.optim.step import Engines, ExchangingStep, Step, engine_of, params_of, without_parameter
+from megatron_fsdp.optim.step import (
+    Engines,
+    ExchangingStep,
+    OptimizerCheck,
+    Step,
+    check_keeps_no_copies,
+    engine_of,
+    params_of,
+    without_parameter,
+)
 from megatron_fsdp.optim.step_in_backward import StepInBackward
 from megatron_fsdp.sharding.units import outside_of_blocks
-from megatron_fsdp.wrap.optimizer_checks import check_keeps_no_copies
 
 WHOLE_TENSOR_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.Rprop)
 """Torch's optimizers whose step, or an operation in it, needs more than the elements of a shard."""
@@ -667,29 +675,29 @@ def connect(optimizer: Optimizer, engine: Engine) -> None:
         ConfigurationError: It keeps parameters, besides those of its groups, from before the model was sharded; or its
             steps cannot be captured, and `cuda_graph_mode` is on.
     """
-    engine.check_optimizer(optimizer)
+    _watchers()[engine].check_parameters(optimizer)
     if engine.keeps_gradients and engine.device.type == "cuda":
         check_capturable(optimizer)
     engine.connected.add(optimizer)
 
 
 def watch_optimizers(engine: Engine) -> None:
-    """Report every step of any optimizer in the process, connected or not, to an engine, for as long as it lives."""
-    _watchers().add(engine)
+    """Check each step of optimizers that are not connected, and report it to an engine, for as long as it lives."""
+    _watchers()[engine] = OptimizerCheck()
 
 
 @functools.cache
-def _watchers() -> weakref.WeakSet[Engine]:
-    """Register torch's global hooks, once, and return their observers.
+def _watchers() -> weakref.WeakKeyDictionary[Engine, OptimizerCheck]:
+    """Register torch's global hooks, once, and return the engines that they report to, with the checks of each.
 
     The hooks stay: a model may be collected while torch iterates over its hooks, which must not change then.
     """
-    watchers: weakref.WeakSet[Engine] = weakref.WeakSet()
+    watchers: weakref.WeakKeyDictionary[Engine, OptimizerCheck] = weakref.WeakKeyDictionary()
     seen: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
 
     def before_step(optimizer: Optimizer, *_unused: Any) -> None:
-        for watcher in tuple(watchers):
-            watcher.check_step(optimizer)
+        for engine in tuple(watchers):
+            engine.check_step(optimizer)
         if seen.get(optimizer) is not optimizer.state:  # torch sets another one when it loads
             cut_state(optimizer)
             seen[optimizer] = optimizer.state
@@ -697,8 +705,11 @@ def _watchers() -> weakref.WeakSet[Engine]:
     def after_step(optimizer: Optimizer, *_unused: Any) -> None:
         if isinstance(optimizer, LocalView):
             return  # a part of a step in backward
-        for watcher in tuple(watchers):
-            watcher.note_step(optimizer)
+        for engine, check in tuple(watchers.items()):
+            if optimizer not in engine.connected:  # else its own hooks install the weights
+                check.check_parameters(optimizer)
+                check.warn_of_unreduced(optimizer, engine)
+                engine.note_step(optimizer)
 
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)

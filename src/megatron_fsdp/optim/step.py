@@ -1,4 +1,7 @@
-"""One optimizer on shards: the way in which it is stepped, its parameters, and the engines of their models."""
+"""One optimizer on shards: the way in which it is stepped, its parameters, the engines of their models, and checks.
+
+An optimizer that holds parameters from before the sharding would train nothing (`OptimizerCheck`).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.engine.engine import Engine, live_engine
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, warn_caller
 
 
 class Step:
@@ -94,3 +98,92 @@ class Engines:
                 "model"
             )
         return iter(engines)
+
+
+_REPLACED = "_fsdp_replaced"  # on a parameter that sharding has taken out of a module: its name
+
+
+def mark_replaced(name: str, param: nn.Parameter) -> None:
+    """Mark an original parameter that sharding took out of a module; it gets no gradient any more."""
+    setattr(param, _REPLACED, name)
+
+
+def replaced_name(param: Tensor) -> str | None:
+    """Return the name of a parameter that sharding took out of a module; None for any other."""
+    name: str | None = getattr(param, _REPLACED, None)
+    return name
+
+
+class OptimizerCheck:
+    """Checks of the optimizers that step beside one model: for those whose steps train nothing."""
+
+    def __init__(self) -> None:
+        self._right: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._has_warned = False
+
+    def check_parameters(self, optimizer: Optimizer) -> None:
+        """Raise if an optimizer holds parameters from before the sharding. One with none is not searched again.
+
+        One with a gradient is in use elsewhere, by another module that shares it and was not sharded, say.
+        """
+        if optimizer in self._right:
+            return
+        held = [(where, param) for where, param in held_parameters(optimizer) if replaced_name(param) is not None]
+        if not held:
+            self._right.add(optimizer)
+        for where, param in held:
+            if param.grad is None and param.requires_grad:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} holds {replaced_name(param)} in {where} as it was before the model "
+                    "was sharded, where no gradient comes, so its steps train nothing; hand model and optimizer to "
+                    "fully_shard together, or build the optimizer on model.parameters() after the model is sharded"
+                )
+
+    def warn_of_unreduced(self, optimizer: Optimizer, engine: Engine) -> None:
+        """Warn, once, if an unconnected optimizer has stepped before any gradient of its parameters was reduced."""
+        if self._has_warned:
+            return
+        params = params_of(optimizer)
+        known = engine.group_and_index
+        gradients = [known[id(param)][0].gradients for param in params if id(param) in known]
+        waits = any(
+            found is not None and (found.has_unreduced_gradient or found.has_partly_reduced) for found in gradients
+        )
+        if waits and all(param.grad is None for param in params):
+            self._has_warned = True
+            warn_caller(
+                f"{type(optimizer).__name__} stepped while all gradients of its parameters wait for their reduction "
+                "(no_sync, or sync_model_each_microbatch=False), so nothing was updated; connect it with "
+                "fully_shard_optimizer or DistributedOptimizer, or call finish_grad_sync first"
+            )
+
+
+def check_keeps_no_copies(optimizer: Optimizer, known: Mapping[int, str]) -> None:
+    """Raise if an optimizer keeps parameters outside of its groups, where sharding cannot replace them."""
+    for where, param in held_parameters(optimizer):
+        if where != _IN_GROUPS and id(param) in known:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} keeps {known[id(param)]} in {where}, where sharding cannot replace it, so "
+                "its steps would train nothing; shard the model by fully_shard_model, build the optimizer on its "
+                "parameters, and hand it to fully_shard_optimizer"
+            )
+
+
+def held_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the tensors in an optimizer's groups and in its other lists, with the place of each."""
+    lists = [group["params"] for group in optimizer.param_groups]
+    yield from ((_IN_GROUPS, param) for params in lists for param in params)
+    for name, value in vars(optimizer).items():
+        if name not in _GROUPS_AND_STATE and not any(value is params for params in lists):
+            yield from ((f"its attribute {name}", each) for each in _tensors_in(value))
+
+
+_IN_GROUPS = "its param_groups"
+_GROUPS_AND_STATE = ("param_groups", "state", "defaults")
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if not isinstance(value, list | tuple | set | dict):
+        return []
+    leaves = [*tree_leaves(value), *(value if isinstance(value, dict | set) else ())]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -18,6 +18,7 @@ from torch.profiler import record_function
 from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.comm.streams import Moment, make_clock
 from megatron_fsdp.describe.model import memory_of
+from megatron_fsdp.engine.engine import engine_of_model
 from megatron_fsdp.engine.observer import Observer, Phase, close_phase
 from megatron_fsdp.errors import ConfigurationError, TraceError
 from megatron_fsdp.optim.chained import ChainedOptimizer
@@ -37,7 +38,6 @@ from megatron_fsdp.trace.timeline import (
     Times,
     build_timeline,
 )
-from megatron_fsdp.wrap.in_place import engine_of_model
 
 MAX_RECORDS = 500_000
 """Records of one step; a model that only evaluates never ends one."""

@@ -17,7 +17,7 @@ from megatron_fsdp.checkpoint.hf.live import KeyMapping, engines_of, unwrap
 from megatron_fsdp.comm.agreement import Groups, all_agree, device_over, gather_over, over, raise_together, rank_of
 from megatron_fsdp.comm.axis import all_gather_flat
 from megatron_fsdp.comm.streams import SideStream, default_device
-from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.engine import Engine, engine_of_module
 from megatron_fsdp.engine.group_plan import local_part
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError, RankError, ScheduleError
@@ -38,7 +38,7 @@ from megatron_fsdp.weights.plan import (
     layerwise_groups,
     make_plan,
 )
-from megatron_fsdp.wrap.in_place import engine_of_module, unit_of
+from megatron_fsdp.wrap.in_place import unit_of
 
 Named = tuple[str, torch.Tensor | None]
 

@@ -16,46 +16,24 @@ from torch.nn.parameter import UninitializedParameter
 
 from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.config.engine_options import EngineOptions
-from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.engine import OWNED_ENGINE, Engine
 from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, looked_up, plan_unit, with_offload
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optim.step import replaced_name
 from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all
 from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, parameter_owners
 from megatron_fsdp.sharding.weight_formats import WeightFormat
-from megatron_fsdp.wrap.optimizer_checks import replaced_name
 from megatron_fsdp.wrap.shard_unit import KnownSpecs, ModuleEvents, Ranks, finish, shard_unit
 
-_UNIT, _ENGINE = "_fsdp_unit", "_fsdp_engine"  # in the dictionary of a module, or wrapper, that owns them
+_UNIT = "_fsdp_unit"  # in the dictionary of a module that owns it
 
 
 def unit_of(module: nn.Module) -> Unit | None:
     """Return the unit of a module that was sharded in place; None for any other."""
     found: Unit | None = module.__dict__.get(_UNIT)
     return found
-
-
-def engine_of_module(module: nn.Module) -> Engine | None:
-    """Return the engine of a wrapper, or of a module that was sharded in place; None until it is made."""
-    found: Engine | None = module.__dict__.get(_ENGINE)
-    return found
-
-
-def engine_of_model(model: object) -> Engine:
-    """Return the engine of a wrapper, or of the modules of a model that were sharded in place.
-
-    Raises:
-        ConfigurationError: No module of it has an engine, or several have different ones.
-    """
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    found = {id(engine): engine for module in modules if (engine := engine_of_module(module)) is not None}
-    if len(found) != 1:
-        raise ConfigurationError(
-            f"a {type(model).__name__} that {len(found) or 'no'} engines shard was given; give what fully_shard_model, "
-            "fully_shard or DistributedDataParallel returned, or a model sharded in place whose context has ended"
-        )
-    return next(iter(found.values()))
 
 
 @dataclass
@@ -181,7 +159,7 @@ def finish_in_place(roots: Sequence[nn.Module], options: EngineOptions, mode: Sy
     )
     for root in roots:
         for _, module, _ in units_inside(root):
-            module.__dict__[_ENGINE] = engine
+            module.__dict__[OWNED_ENGINE] = engine
     return engine
 
 

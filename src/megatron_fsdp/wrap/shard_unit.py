@@ -28,7 +28,7 @@ from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.gradient_checks import FiniteCheck, GradientCheck, LargeGradientCheck, ReplicaCheck
 from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.hooks import register_hooks
+from megatron_fsdp.engine.hooks import answer_for_sharded_parameters, register_hooks
 from megatron_fsdp.engine.memory import CommunicationPool
 from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
 from megatron_fsdp.engine.param_group import ParameterGroup
@@ -38,10 +38,12 @@ from megatron_fsdp.engine.weight_quantizer import WeightQuantizer
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.formats.fp8_linear import Fp8Quantizer, emulation_note
 from megatron_fsdp.formats.tensor_extensions import ExtensionQuantizer, tensor_extension_of
+from megatron_fsdp.hang.watch import log_if_asked
+from megatron_fsdp.optim.optimizer import watch_optimizers
+from megatron_fsdp.optim.step import mark_replaced
 from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.units import ParameterOwners, UnitPlan
 from megatron_fsdp.state.state_dict import convert_expert_names, describe_in_state_dicts
-from megatron_fsdp.wrap.optimizer_checks import OptimizerCheck, mark_replaced
 
 DOING = "sharding the model"
 """In messages, where a rank cannot go on."""
@@ -172,7 +174,7 @@ def finish(
     expert_names: ExpertNames | None = None,
     delayed: WeightGradientQueue | None = None,
 ) -> Engine:
-    """Make the engine of sharded units: memory plan, communication memory, scheduler, executor, hooks. Collective.
+    """Make the engine of sharded units: memory, scheduler, executor, hooks, and what watches it. Collective.
 
     Args:
         units: All units, the root first; it is empty where several modules have no unit above them.
@@ -207,7 +209,6 @@ def finish(
         rank_meshes=ranks.meshes,
         reaching_all=ranks.reaching_all,
         structure=StructureCheck(roots, units),
-        check_optimizer=OptimizerCheck(),
         expert_names=ExpertNames() if expert_names is None else expert_names,
         delayed=delayed,
         gradient_checks=_gradient_checks(units, ranks, options),
@@ -226,6 +227,9 @@ def finish(
     events.connect(engine, roots.get(""))
     for root in roots.values():
         units[0].state_dict_handles += convert_expert_names(engine, root)
+    watch_optimizers(engine)
+    answer_for_sharded_parameters(engine)
+    log_if_asked(engine)
     return engine
 
 
