@@ -67,7 +67,7 @@ from megatron_fsdp.state.statistics import (
     parameter_statistics,
 )
 from megatron_fsdp.wrap.shard_unit import refuse_torch
-from megatron_fsdp.wrap.wrap import Grouping, UnitGrouping, assemble, assemble_in_place
+from megatron_fsdp.wrap.wrap import Grouping, UnitGrouping, assemble
 
 StateDict = dict[str, Any]
 
@@ -258,8 +258,10 @@ class MegatronFSDP(nn.Module):
                 f"device={device!r} is not of the mesh's type {mesh.device_type!r}; leave it out, or build the "
                 "mesh for that device type"
             )
-        make = assemble if config.megatron_fsdp_version == 1 else assemble_in_place
-        self._engine = self._fsdp_engine = make(module, grouping, options, dist_index, self.device, self._mode)
+        in_place = config.megatron_fsdp_version == 2
+        self._engine = self._fsdp_engine = assemble(
+            module, grouping, options, dist_index, self.device, self._mode, in_place=in_place
+        )
         self._watch_if_asked()
         if options.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():

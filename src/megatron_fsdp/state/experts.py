@@ -22,12 +22,12 @@ from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.shards import MeshUse, TensorParallelCut
 
 
-def find_expert_names(units: Sequence[Unit], experts: RankMesh | None, mesh: DeviceMesh | None) -> ExpertNames:
+def find_expert_names(units: Sequence[Unit], experts: RankMesh, mesh: DeviceMesh | None) -> ExpertNames:
     """Compare the experts of all expert-parallel ranks. Collective: one small message per such dimension.
 
     Parameters that would share a name with others in a checkpoint raise when they are saved.
     """
-    if experts is None or mesh is None or not experts.foreign_groups:
+    if mesh is None or not experts.foreign_groups:
         return ExpertNames()
     mine = [group for unit in units for group in unit.groups if group.plan.rank_mesh is experts]
     places = [(group, index) for group in mine for index in range(len(group.shard_specs))]

@@ -138,61 +138,53 @@ def assemble(
     dist_index: FSDPDistributedIndex,
     device: torch.device,
     mode: SyncMode,
+    *,
+    in_place: bool = False,
 ) -> Engine:
-    """Shard a model in place; raise if it, or the combination of options, cannot be sharded. Collective."""
+    """Shard a model in place; raise if it, or the combination of options, cannot be sharded. Collective.
+
+    `in_place`: as one call per unit does (`in_place.py`), where units are neither merged nor cut.
+    """
     options.check_capture()
-    with delayed_weight_gradients(module) if options.delay_wgrad_compute else nullcontext() as delayed:
+    delays = options.delay_wgrad_compute and not in_place
+    with delayed_weight_gradients(module) if delays else nullcontext() as delayed:
         sharding = _sharding(options, dist_index, device)
-        plan, formats = _plan_together(module, grouping, sharding, mode)
-        sharding = replace(sharding, weight_formats=formats, lookups=looked_up(module))
+        plan, formats = _plan_together(module, grouping.unmerged() if in_place else grouping, sharding, mode)
+        if in_place:
+            _refuse_in_place(plan, sharding, formats)
         _move_buffers(module, device)
         _match_ranks(module, sharding)
+        sharding = replace(sharding, weight_formats=formats, lookups=looked_up(module))
         _warn_of_duplicates(module, sharding)
         _warn_of_missing_experts(module, sharding)
         own_groups = None
         if options.own_groups:
             sharding, own_groups = sharding.over_own_groups()
         with all_agree(DOING, sharding.reaching_all):  # memory may run out on one rank
+            if in_place:
+                known = KnownPlans()
+                for spec in plan.units[::-1]:  # the root last
+                    modules = [module.get_submodule(path) for path in spec.modules]
+                    shard_in_place(modules, sharding.dense, mode, known)
+                return finish_in_place([module], options, mode)
             planned = plan_groups(module, plan, sharding, grouping.cut_numel(sharding.dense.rank_mesh.num_ranks))
             units = _shard(module, plan, planned, sharding, mode)
-            experts = None if sharding.experts is None else sharding.experts.rank_mesh
+            experts, expert_names = sharding.experts, None
+            if experts is not None:
+                expert_names = find_expert_names(units, experts.rank_mesh, dist_index.expt_device_mesh)
+            ranks = Ranks(
+                device=device, meshes=sharding.rank_meshes, reaching_all=sharding.reaching_all, own_groups=own_groups
+            )
             return finish(
                 units,
                 plan,
                 {"": module},
-                Ranks(
-                    device=device,
-                    meshes=sharding.rank_meshes,
-                    reaching_all=sharding.reaching_all,
-                    own_groups=own_groups,
-                ),
+                ranks,
                 options,
                 events=grouping,
-                expert_names=find_expert_names(units, experts, dist_index.expt_device_mesh),
+                expert_names=expert_names,
                 delayed=delayed,
             )
-
-
-def assemble_in_place(
-    module: nn.Module,
-    grouping: Grouping,
-    options: EngineOptions,
-    dist_index: FSDPDistributedIndex,
-    device: torch.device,
-    mode: SyncMode,
-) -> Engine:
-    """Shard a model as one call per unit does (`in_place.py`): units are neither merged nor cut. Collective."""
-    options.check_capture()
-    sharding = _sharding(options, dist_index, device)
-    plan, formats = _plan_together(module, grouping.unmerged(), sharding, mode)
-    _refuse_in_place(plan, sharding, formats)
-    _move_buffers(module, device)
-    _match_ranks(module, sharding)
-    known = KnownPlans()
-    with all_agree(DOING, sharding.reaching_all):
-        for spec in plan.units[::-1]:  # the root last
-            shard_in_place([module.get_submodule(path) for path in spec.modules], sharding.dense, mode, known)
-        return finish_in_place([module], options, mode)
 
 
 def _refuse_in_place(plan: UnitPlan, sharding: ModelSharding, formats: Mapping[str, WeightFormat]) -> None:
