@@ -39,6 +39,7 @@ from megatron_fsdp.describe.model import MemoryUse, describe, memory_of
 from megatron_fsdp.dtensor.tensor import check_conversion
 from megatron_fsdp.engine.hooks import calls_of, compiled_in_place
 from megatron_fsdp.engine.hooks import join as join_units
+from megatron_fsdp.engine.memory_plan import bucket_count
 from megatron_fsdp.engine.observer import Observer
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode
@@ -51,6 +52,7 @@ from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.state.experts import CheckpointNames
 from megatron_fsdp.state.full_tensors import (
     DEFAULT_BUCKET_BYTES,
+    broadcast_whole_weights,
     check_bucket_bytes,
     full_gradients,
     full_parameters,
@@ -597,7 +599,13 @@ class MegatronFSDP(nn.Module):
 
     @suggested_RS_queue_capacity.setter
     def suggested_RS_queue_capacity(self, numel: int) -> None:  # noqa: N802
-        self._engine.set_reduce_capacity(numel)
+        engine = self._engine
+        if not engine.scheduler.config.reduces_early:
+            raise ConfigurationError(
+                f"suggested_RS_queue_capacity={numel} has no effect with overlap_grad_reduce=False, where reductions "
+                "wait for the end of backward; leave it alone or turn the overlap on"
+            )
+        engine.executor.set_bucket_count(bucket_count(numel, [unit.group_plans for unit in engine.units]))
 
     @property
     def max_gathered_units(self) -> int:
@@ -650,21 +658,21 @@ class MegatronFSDP(nn.Module):
             wait_bucket_ready: Wait for the weights, else only start.
             bwd: Accepted; weights are the same in both directions.
         """
-        self._engine.gather_units_of(params, wait=wait_bucket_ready)
+        self.all_gather_pipeline.all_gather_params(params, async_param_gather=not wait_bucket_ready)
 
     def post_forward_release_module(self, module: nn.Module, *_unused: Any) -> None:
         """Reshard a module's units, unless they are in use; never the root."""
-        self._engine.reshard_units_of(module.parameters())
+        self.all_gather_pipeline.release_params(module.parameters())
 
     post_backward_release_module = post_forward_release_module
 
     def pre_backward(self, module: nn.Module, *_unused: Any) -> None:
         """Unshard a module's units ahead of their backward, and wait for them."""
-        self._engine.gather_units_of(module.parameters(), wait=True)
+        self.all_gather_pipeline.wait_params(module.parameters())
 
     def post_backward(self, module: nn.Module, *_unused: Any) -> None:
         """Reduce the gradients of a module's units that are there, without waiting for others."""
-        self._engine.reduce_units_of(module.parameters())
+        self.grad_reduce_pipeline.reduce_gradients(module.parameters())
 
     def backward_dw(self) -> None:
         """Compute delayed weight gradients now, instead of at the end of backward.
@@ -684,7 +692,7 @@ class MegatronFSDP(nn.Module):
 
         Under the other strategies each part of the main weights exists once, so there is nothing to send.
         """
-        self._engine.broadcast_whole_weights()
+        broadcast_whole_weights(self._engine)
 
     def join(
         self,

@@ -23,6 +23,7 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription, TensorParallelCut
+from megatron_fsdp.sharding.units import ROOT_UNIT
 from megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
 
 
@@ -117,32 +118,36 @@ class AllGatherPipeline(_Pipeline):
             outer_fsdp_group_param_gather: Accepted; weights are gathered over all ranks that hold a part.
             bwd: Accepted; weights are the same in both directions.
         """
-        engine, params = self._engine, list(params)
-        engine.gather_units_of(params, wait=not async_param_gather)
+        engine = self._engine
+        given = [unit.index for unit in engine.units_of(params)]
+        event = engine.scheduler.prefetch_requested if async_param_gather else engine.scheduler.weights_requested
+        for index in given:
+            engine.executor.run(event(index))
         if not prefetch:
             return
-        given = [unit.index for unit in engine.units_of(params)]
         forward = prefetch_order is PrefetchOrder.FORWARD_PASS_ORDER
         ahead = engine.units[max(given) + 1 :] if forward else engine.units[: min(given)][::-1]
         left = suggested_AG_prefetch_size or 1
         for unit in ahead:
             if left <= 0:
                 break
-            owned = [param for group in unit.groups for param in group.sharded]
-            engine.gather_units_of(owned, wait=False)
-            left -= sum(param.numel() for param in owned)
+            engine.executor.run(engine.scheduler.prefetch_requested(unit.index))
+            left -= sum(param.numel() for group in unit.groups for param in group.sharded)
 
     def wait_params(self, params: Iterable[nn.Parameter]) -> None:
         """Unshard these units, and wait for them."""
-        self._engine.gather_units_of(params, wait=True)
+        self.all_gather_params(params, async_param_gather=False)
 
     def release_params(self, params: Iterable[nn.Parameter]) -> None:
-        """Reshard these units, unless they are in use."""
-        self._engine.reshard_units_of(params)
+        """Reshard these units, unless they are in use; never the root."""
+        engine = self._engine
+        for unit in engine.units_of(params):
+            if unit.index != ROOT_UNIT:
+                engine.executor.run(engine.scheduler.reshard_requested(unit.index))
 
     def async_bucket_gather(self, bucket_id: int, bwd: bool = False) -> None:  # noqa: ARG002
         """Start to all-gather the unit of a parameter group."""
-        self._engine.gather_units_of(self._params_of(bucket_id), wait=False)
+        self.all_gather_params(self._params_of(bucket_id))
 
     def wait_bucket_ready(self, bucket_id: int, bwd: bool = False, empty_ok: bool = False) -> None:  # noqa: ARG002
         """Wait for the unit of a parameter group.
@@ -153,7 +158,7 @@ class AllGatherPipeline(_Pipeline):
         params = self._params_of(bucket_id)
         (unit,) = self._engine.units_of(params)
         if self._engine.scheduler.is_gathered(unit.index):
-            self._engine.gather_units_of(params, wait=True)
+            self.wait_params(params)
         elif not empty_ok:
             raise ConfigurationError(
                 f"bucket {bucket_id} is not being gathered; call async_bucket_gather({bucket_id}) first"
@@ -161,14 +166,14 @@ class AllGatherPipeline(_Pipeline):
 
     def release_bucket(self, bucket_id: int, bwd: bool = False, lazy: bool = False) -> None:  # noqa: ARG002
         """Reshard the unit of a parameter group, unless it is in use."""
-        self._engine.reshard_units_of(self._params_of(bucket_id))
+        self.release_params(self._params_of(bucket_id))
 
     def reset(self, preserve_non_fsdp_units: bool = True) -> None:
         """Wait for all-gathers and reshard all units that are not in use, the root only where it is not preserved."""
         engine = self._engine
         engine.await_weights()
         if preserve_non_fsdp_units:
-            engine.reshard_units_of(param for group in engine.groups() for param in group.sharded)
+            self.release_params(param for group in engine.groups() for param in group.sharded)
         else:
             engine.executor.run(engine.scheduler.weights_may_have_changed())
 
@@ -189,7 +194,11 @@ class GradReducePipeline(_Pipeline):
             suggested_queue_capacity: Accepted; `suggested_RS_queue_capacity` of the model bounds what is in reduction.
             outer_fsdp_group_grad_reduce: Accepted; the sync mode says how far gradients are reduced.
         """
-        self._engine.reduce_units_of(params)
+        engine = self._engine
+        for unit in engine.units_of(params):
+            # Those that have not come count as zero.
+            if any(group.gradients is not None and group.gradients.is_filling for group in unit.groups):
+                engine.executor.run(engine.scheduler.gradients_ready(unit.index))
 
     def wait_for_previous_grad_reduce(
         self,

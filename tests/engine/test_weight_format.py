@@ -24,8 +24,8 @@ from megatron_fsdp import (
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.weight_quantizer import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
+from megatron_fsdp.formats.fp8_linear import encoded_parameters
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 from tests.conftest import RunRanks
 from tests.support import case

@@ -20,10 +20,9 @@ from megatron_fsdp import (
     fully_shard,
 )
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.weight_quantizer import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.formats import fp8_linear
-from megatron_fsdp.formats.fp8_linear import Fp8Weight, scaled_product, to_float8
+from megatron_fsdp.formats.fp8_linear import Fp8Weight, encoded_parameters, scaled_product, to_float8
 from tests.conftest import RunRanks
 from tests.support.on_ranks import on_ranks
 from tests.support.optimizer_reference import hybrid

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp.ddp.distributed_optimizer import gathers_beside_main_weights
 from tests.support.arrangements import hybrid_arguments
 from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
 from tests.support.on_ranks import on_ranks
@@ -227,5 +228,6 @@ def test_nothing_writes_into_weights_between_a_step_and_the_next_forward() -> No
 
 @on_ranks(4)
 def test_a_gather_that_writes_around_main_weights_may_not_run_between_steps() -> None:
-    may = {policy: shard_layers(3, POLICIES[policy])[0]._engine.gathers_beside_main_weights for policy in POLICIES}
+    models = {policy: shard_layers(3, POLICIES[policy])[0] for policy in POLICIES}
+    may = {policy: gathers_beside_main_weights(model._engine) for policy, model in models.items()}
     assert may == {"shared": False, "copied": True}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.fully_shard import fully_shard_optimizer
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
@@ -101,7 +102,7 @@ class DistributedOptimizer(Optimizer):
             loss = self.inner_optimizer.step(clipped)
         engine = self._model._engine
         # A gather in flight would undo later writes to main weights that share its memory.
-        if engine.options.overlap_param_gather and engine.gathers_beside_main_weights:
+        if engine.options.overlap_param_gather and gathers_beside_main_weights(engine):
             self._model.start_param_sync()
         return loss
 
@@ -184,6 +185,18 @@ class DistributedOptimizer(Optimizer):
             "a DistributedOptimizer cannot be pickled or copied; save optimizer.state_dict() with "
             "torch.distributed.checkpoint, or use save_checkpoint"
         )
+
+
+def gathers_beside_main_weights(engine: Engine) -> bool:
+    """Return True if no all-gather writes into main weights, so that both may be used at a time.
+
+    Else an all-gather in flight would undo what is written into main weights meanwhile.
+    """
+    return not any(
+        group.weights.main_lies_in_compute
+        and (group.plan.gathers_outer or (group.plan.needs_all_gather and not group.plan.shards_compute_weights))
+        for group in engine.groups()
+    )
 
 
 def _check_clip_grad(clip_grad: object) -> None:

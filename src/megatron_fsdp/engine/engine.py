@@ -15,7 +15,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as 
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.agreement import raise_together
-from megatron_fsdp.comm.axis import Traffic, broadcast
+from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.comm.streams import is_capturing
@@ -34,15 +34,14 @@ from megatron_fsdp.engine.gradients import (
     get_grad,
     match_waiting_sums,
 )
-from megatron_fsdp.engine.memory import on_device, weakly
-from megatron_fsdp.engine.memory_plan import MemoryPlan, bucket_count, prefetch_depth, unit_numels
+from megatron_fsdp.engine.memory import weakly
+from megatron_fsdp.engine.memory_plan import MemoryPlan, prefetch_depth, unit_numels
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup, agree_on_amaxes
 from megatron_fsdp.engine.schedule import Action, Operation, Scheduler, SyncScope
 from megatron_fsdp.engine.unit import StructureCheck, Unit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.mesh import RankMesh
-from megatron_fsdp.sharding.placement import Placement
 from megatron_fsdp.sharding.units import ROOT_UNIT, UnitPlan
 
 _NEVER = -1  # the weights_version of a forward that used no weights
@@ -909,18 +908,6 @@ class Engine:
             unit.wait_for_unshard()
 
     @property
-    def gathers_beside_main_weights(self) -> bool:
-        """True if no all-gather writes into main weights, so that both may be used at a time.
-
-        Else an all-gather in flight would undo what is written into main weights meanwhile.
-        """
-        return not any(
-            group.weights.main_lies_in_compute
-            and (group.plan.gathers_outer or (group.plan.needs_all_gather and not group.plan.shards_compute_weights))
-            for group in self.groups()
-        )
-
-    @property
     def largest_unit_numel(self) -> int:
         """Elements of the largest unit besides the root, padding included; the root's if it is the only unit."""
         sizes = [sum(group.plan.layout.numel for group in unit.groups) for unit in self.units]
@@ -932,24 +919,6 @@ class Engine:
             prefetch_depth(numel, unit_numels([unit.group_plans for unit in self.units])), self.memory_plan.may_grow
         )
 
-    def set_reduce_capacity(self, numel: int) -> None:
-        """Use as many buckets as fit into `numel` elements; see `bucket_count`.
-
-        A model whose units all fill a bucket before the first is reduced is refused, whatever is allowed.
-        """
-        if not self.scheduler.config.reduces_early:
-            raise ConfigurationError(
-                f"suggested_RS_queue_capacity={numel} has no effect with overlap_grad_reduce=False, where reductions "
-                "wait for the end of backward; leave it alone or turn the overlap on"
-            )
-        self.executor.set_bucket_count(bucket_count(numel, [unit.group_plans for unit in self.units]))
-
-    def gather_units_of(self, params: Iterable[nn.Parameter], wait: bool) -> None:
-        """All-gather the units that own some parameters, sharded or full ones."""
-        event = self.scheduler.weights_requested if wait else self.scheduler.prefetch_requested
-        for unit in self.units_of(params):
-            self.executor.run(event(unit.index))
-
     def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
         """Return the units that own some parameters, sharded or full ones, in unit order."""
         wanted = {id(param) for param in params}
@@ -958,28 +927,3 @@ class Engine:
             for unit in self.units
             if any(id(p) in wanted for group in unit.groups for p in (*group.sharded, *group.full))
         ]
-
-    def reshard_units_of(self, params: Iterable[nn.Parameter]) -> None:
-        """Reshard the units besides the root that own some parameters, unless they are in use."""
-        for unit in self.units_of(params):
-            if unit.index != ROOT_UNIT:
-                self.executor.run(self.scheduler.reshard_requested(unit.index))
-
-    def reduce_units_of(self, params: Iterable[nn.Parameter]) -> None:
-        """Reduce the units' gradients that have arrived; those that have not count as zero."""
-        for unit in self.units_of(params):
-            if any(group.gradients is not None and group.gradients.is_filling for group in unit.groups):
-                self.executor.run(self.scheduler.gradients_ready(unit.index))
-
-    def broadcast_whole_weights(self) -> None:
-        """Broadcast main weights that every rank holds whole from the first rank."""
-        for group in self.groups():
-            for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
-                if axis.group is not None and placement is not Placement.SHARD:
-                    with self.observers.during(Phase.WHOLE, ROOT_UNIT):
-                        # Offloaded weights go through the device: NCCL sends nothing else.
-                        whole = on_device(group.weights.main.local, self.device)
-                        broadcast(whole, axis.group)
-                        if whole is not group.weights.main.local:
-                            group.weights.main.local.copy_(whole)
-        self.install_main_weights()

@@ -247,22 +247,22 @@ class GroupPlan:
         held = held_region(self.layout.numel, self.placements.compute_weight, self.axes)
         return self.offloads_compute or held.numel < self.layout.numel
 
-    @property
+    @cached_property
     def is_looked_up(self) -> bool:
         """True if backward reads none of the weights."""
         return all(info.is_looked_up for info in self.spec.parameters)
 
-    @property
+    @cached_property
     def gathered_bytes(self) -> int:
         """Bytes of the full compute weights if they exist only while unsharded, else 0."""
         return self.gathered_numel * self.gathered_dtype.itemsize if self.shards_compute_weights else 0
 
-    @property
+    @cached_property
     def gathered_dtype(self) -> torch.dtype:
         """The dtype of the memory of full compute weights."""
         return torch.uint8 if self.stays_encoded else self.precision.compute
 
-    @property
+    @cached_property
     def gathered_numel(self) -> int:
         """Elements of `gathered_dtype` in the full compute weights."""
         return self.sent_bytes if self.stays_encoded else self.layout.numel
@@ -332,7 +332,7 @@ class GroupPlan:
         """Bytes that an exchange over the outer axis receives, else 0."""
         return self.outer_buffer_bytes if self.gathers_outer and self.axes[0].exchanges_pairwise else 0
 
-    @property
+    @cached_property
     def exchanges_inner(self) -> bool:
         """True if gradients are reduced over the inner ranks by an exchange, which needs scratch."""
         return self.requires_grad and self.needs_all_gather and self.axis.exchanges_pairwise

@@ -337,7 +337,9 @@ class ParameterGroup:
         return False
 
     def _find_full_pointers(self, pointed_to: torch.Tensor) -> tuple[int, ...]:
-        return addresses_of((pointed_to, *map(local_part, self.full)))
+        # Plain, or tensor-parallel parts: those that wrap encoded weights are views of nothing.
+        local = (param._local_tensor if isinstance(param, DTensor) else param for param in self.full)
+        return addresses_of((pointed_to, *local))
 
     @property
     def is_pointed(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -71,8 +71,9 @@ class Unit:
         self.mode = mode  # when its gradients are reduced
         self.stays_gathered = False  # from its forward to the end of the backward
         self.groups = tuple(groups)  # none where the module owns no parameter of its own
-        self._owners = tuple(tuple(map(tuple, of_group)) for of_group in owners)
-        self._swaps = _swaps(self.groups, self._owners, tuple(modules.values()))
+        # of each parameter of each group
+        self.owners = tuple(tuple(map(tuple, of_group)) for of_group in owners)
+        self._swaps = _swaps(self.groups, self.owners, tuple(modules.values()))
         shardings = [plan.sharding for plan in self.group_plans if plan.sharding is not None]
         # A deterministic sum takes each microbatch on its own: none is added to another on a rank.
         self._accumulates_shards = any(
@@ -118,25 +119,15 @@ class Unit:
         """
         self.index, self.name = index, paths[0] if len(paths) == 1 else f"{paths[0]}..{paths[-1]}"
         self.modules = dict(zip(paths, self.modules.values(), strict=True))
-        for group, of_group in zip(self.groups, self._owners, strict=True):
+        for group, of_group in zip(self.groups, self.owners, strict=True):
             firsts = [(path_of[id(owners[0].module())], owners[0].attribute) for owners in of_group]
             group.rename([f"{path}.{attribute}".lstrip(".") for path, attribute in firsts])
 
     def owning_modules(self) -> list[nn.Module]:
         """Return the modules that hold its parameters, each once."""
-        owners = chain.from_iterable(chain.from_iterable(self._owners))
+        owners = chain.from_iterable(chain.from_iterable(self.owners))
         found = {id(module): module for owner in owners if (module := owner.module()) is not None}
         return list(found.values())
-
-    def names_in_modules(self) -> dict[int, tuple[str, ...]]:
-        """Return the names of each sharded parameter, by its id, from the unit's module; several for a tied one."""
-        found: dict[int, list[str]] = {id(param): [] for group in self.groups for param in group.sharded}
-        for module in filter(None, (reference() for reference in self.modules.values())):
-            for path, part in module.named_modules():
-                for attribute, param in part._parameters.items():
-                    if id(param) in found:
-                        found[id(param)].append(f"{path}.{attribute}".lstrip("."))
-        return {key: tuple(names) for key, names in found.items()}
 
     def find_gathered(self) -> None:
         """Set the memory that all-gathers write for units that live in no slot."""
@@ -332,7 +323,7 @@ class Unit:
     def show_copies(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
         """Put given parameters into the module tree, one per parameter of each group."""
         self._swapped.update(range(len(self._swaps)))
-        for group, params, of_group in zip(self.groups, copies, self._owners, strict=True):
+        for group, params, of_group in zip(self.groups, copies, self.owners, strict=True):
             for sharded, param, owners in zip(group.sharded, params, of_group, strict=True):
                 # Every owner of a tied weight, or the module that was left out would compute with the sharded one.
                 for owner in owners:
@@ -346,15 +337,6 @@ class Unit:
             "any more (functional_call, or assigned, pruned or parametrized after sharding); sharded models use their "
             "own weights, so change modules before fully_shard"
         )
-
-    def has_parameters_in(self, modules: Collection[int]) -> bool:
-        """Return True if a module, of those whose ids are given, holds a parameter of the unit."""
-        owners = chain.from_iterable(chain.from_iterable(self._owners))
-        return any(id(owner.module()) in modules for owner in owners)
-
-    def holds_copy(self, group_index: int, index: int, copy: nn.Parameter) -> bool:
-        """Return True if all owners of parameter `index` of a group hold `copy`."""
-        return all(owner.parameters.get(owner.attribute) is copy for owner in self._owners[group_index][index])
 
     @property
     def main_changed(self) -> bool:

@@ -221,10 +221,14 @@ class GroupView:
     @property
     def fsdp_parameters(self) -> tuple[ParameterView, ...]:
         """The parameters, in the order of the flat buffer; one that is tied has several names."""
-        names = self._unit.names_in_modules()
-        group = self._group
-        named = zip(group.sharded, group.full, strict=True)
-        return tuple(ParameterView(names[id(sharded)], sharded, full) for sharded, full in named)
+        names: dict[int, list[str]] = {id(param): [] for param in self._group.sharded}
+        for module in filter(None, (reference() for reference in self._unit.modules.values())):
+            for path, part in module.named_modules():
+                for attribute, param in part._parameters.items():
+                    if id(param) in names:
+                        names[id(param)].append(f"{path}.{attribute}".lstrip("."))
+        named = zip(self._group.sharded, self._group.full, strict=True)
+        return tuple(ParameterView(tuple(names[id(sharded)]), sharded, full) for sharded, full in named)
 
     @property
     def mesh(self) -> DeviceMesh:

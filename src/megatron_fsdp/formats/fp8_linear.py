@@ -15,20 +15,27 @@ gather if it is kept, else in each backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from megatron_fsdp.engine.group_plan import GroupPlan, TensorParallelPart
+from megatron_fsdp.config.precision import MixedPrecisionPolicy
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.engine.group_plan import GroupPlan, TensorParallelPart, is_tensor_extension
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.weight_quantizer import WrappingQuantizer
+from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.sharding.placement import Region
-from megatron_fsdp.sharding.weight_formats import Fp8Compute, amaxes_of, scale_to
+from megatron_fsdp.sharding.units import ParameterOwners, parameter_owners
+from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, Fp8, Fp8Compute, WeightFormat, amaxes_of, scale_to
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _MULTIPLE = 16  # of which both dimensions of a right operand have to be on a GPU
@@ -287,3 +294,96 @@ class Fp8Quantizer(WrappingQuantizer):
     def release(self, made: Any) -> None:
         """Drop tensors derived from codes that are resharded."""
         made.held.transposed = None
+
+
+# The parameters that have a weight format: as a policy says, and "fp8_compute" where a linear multiplies them.
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MULTIPLIED, _DECODED = Fp8Compute().name, Fp8().name
+"""The format that linears multiply, and the one of what no linear multiplies: it gathers the same bytes."""
+
+
+def encoded_parameters(
+    module: nn.Module, policy: MixedPrecisionPolicy, strategy: ShardingStrategy, *, keeps_transposed: bool = False
+) -> dict[str, WeightFormat]:
+    """Return the weight format of each parameter that has one, by name; the module is only read.
+
+    Those with two dimensions or more do, but for embeddings and what is tied to one, and as the policy's patterns say.
+    Where these say "fp8_compute", what no plain linear multiplies is decoded as "fp8". `strategy` is that on the
+    sharding axis; `keeps_transposed`: "fp8_compute" keeps transposed codes (`keep_fp8_transpose_cache`).
+    Refused are a format without sharded weights, and a pattern that takes effect on no parameter; keeping where nothing
+    is transposed is warned of.
+    """
+    patterns, names = policy.weight_formats, [name for name, _ in module.named_parameters()]
+    if keeps_transposed and _MULTIPLIED not in patterns.values():
+        warn_caller(
+            "keep_fp8_transpose_cache=True has no effect, since no linear multiplies float8 weights; set "
+            f"MixedPrecisionPolicy(weight_format={_MULTIPLIED!r}), or leave it out"
+        )
+    if not patterns:
+        return {}
+    asked = f"weight_format={policy.weight_format!r}"
+    if strategy is not ShardingStrategy.optim_grads_params:
+        raise ConfigurationError(
+            f"{asked} is a format of sharded weights, and strategy {strategy.name} keeps them whole; use "
+            "zero_dp_strategy 3 (optim_grads_params) or leave it out"
+        )
+    chosen: dict[str, list[str]] = {pattern: [] for pattern in patterns}  # names whose first match it is
+    found: dict[str, WeightFormat] = {}
+    owners = parameter_owners(module)
+    for name, param in module.named_parameters():
+        pattern = next((each for each in patterns if fnmatchcase(name, each)), None)
+        if pattern is None:
+            continue
+        chosen[pattern].append(name)
+        form, at = patterns[pattern], owners[id(param)]
+        is_looked_up = any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner, _ in at)
+        if form is None or is_looked_up or param.ndim < 2 or param.dtype not in _DTYPES or is_tensor_extension(param):
+            continue
+        made = WEIGHT_FORMATS[_DECODED if form == _MULTIPLIED and not _is_multiplied(param, at) else form]
+        found[name] = replace(made, keeps_transposed=keeps_transposed) if isinstance(made, Fp8Compute) else made
+    _check_patterns(asked, patterns, chosen, names, found)
+    return found
+
+
+def _check_patterns(
+    asked: str,
+    patterns: Mapping[str, str | None],
+    chosen: Mapping[str, Sequence[str]],
+    names: Sequence[str],
+    found: Mapping[str, WeightFormat],
+) -> None:
+    """Raise if a pattern takes effect on no parameter."""
+    for pattern, form in patterns.items():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigurationError(
+                f"{asked} has {pattern!r}, which matches none of the {len(names)} parameters (such as "
+                f"{', '.join(names[:2])}); patterns are those of fnmatch"
+            )
+        if not chosen[pattern]:
+            raise ConfigurationError(
+                f"{asked} has {pattern!r}, which has no effect, since an earlier pattern matches every parameter that "
+                "it does, and the first one counts; put it before"
+            )
+        if form is not None and not any(name in found for name in chosen[pattern]):
+            raise ConfigurationError(
+                f"{asked} has {pattern!r}, which concerns no parameter: {', '.join(chosen[pattern][:2])} "
+                f"{'and others ' * (len(chosen[pattern]) > 2)}are embeddings or tied to one, have fewer than two "
+                "dimensions, another dtype or a class that gathers in its own way; leave it out"
+            )
+        if form == _MULTIPLIED and not any(name in found and found[name].stays_encoded for name in chosen[pattern]):
+            raise ConfigurationError(
+                f"{asked} has {pattern!r}, of whose parameters ({', '.join(chosen[pattern][:2])}"
+                f"{', ...' * (len(chosen[pattern]) > 2)}) none is the weight of a plain torch.nn.Linear, which alone "
+                "multiplies float8 weights (not a subclass, as with delay_wgrad_compute, nor a stack of experts); "
+                f"give {_DECODED!r} there, to gather the same bytes and decode them"
+            )
+
+
+def _is_multiplied(param: torch.Tensor, owners: ParameterOwners) -> bool:
+    """Return True if only linears, plain or cut by tensor parallelism, hold a parameter, as their weight."""
+    is_cut = isinstance(param, DTensor) and all(placement.is_shard() for placement in param.placements)
+    return (is_cut or type(param) in (nn.Parameter, FakeTensor)) and all(
+        type(owner) is nn.Linear and attribute == "weight" and "forward" not in owner.__dict__
+        for owner, attribute in owners
+    )

@@ -20,8 +20,8 @@ from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, looked_up, plan_groups
 from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
-from megatron_fsdp.engine.weight_quantizer import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.formats.fp8_linear import encoded_parameters
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.muon import MuonWork, muon_matrices, muon_work
 from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, LocalShard, Setup

@@ -305,7 +305,7 @@ class Layout:
         """Return the ranges of one tensor's flattened elements that the shards hold."""
         return BufferCut(self.offsets[index], self.shard_numel, self.num_shards, self.tensor_numel(index))
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Elements of the whole buffer, padding included."""
         return self.num_shards * self.shard_numel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from megatron_fsdp.config.strategy import ShardingStrategy
@@ -109,7 +110,7 @@ class Region:
     start: int
     stop: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return self.stop - self.start

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.comm.agreement import all_agree, raise_together
-from megatron_fsdp.comm.axis import address_of
+from megatron_fsdp.comm.axis import address_of, broadcast
 from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import local_part
-from megatron_fsdp.engine.memory import full_view
+from megatron_fsdp.engine.memory import full_view, on_device
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import Unit
@@ -70,8 +70,8 @@ def shown_in_full(engine: Engine, module: nn.Module | None, writeback: bool, com
             different values (nothing is written back then).
     """
     with all_agree("full_parameters_context", engine.reaching_all) as facts:
-        inside = None if module is None else {id(part) for part in module.modules()}
-        units = [unit for unit in engine.units if inside is None or unit.has_parameters_in(inside)]
+        inside = None if module is None else set(module.modules())
+        units = [unit for unit in engine.units if inside is None or not inside.isdisjoint(unit.owning_modules())]
         if not units:
             raise ConfigurationError(
                 f"a {type(module).__name__} owns no parameter of this model; give one of its modules, or None for all"
@@ -102,6 +102,20 @@ def shown_in_full(engine: Engine, module: nn.Module | None, writeback: bool, com
         for unit in units:
             engine.full_units.discard(unit.index)
             unit.to_sharded()
+
+
+def broadcast_whole_weights(engine: Engine) -> None:
+    """Broadcast main weights that every rank holds whole from the first rank. Collective."""
+    for group in engine.groups():
+        for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
+            if axis.group is not None and placement is not Placement.SHARD:
+                with engine.observers.during(Phase.WHOLE, ROOT_UNIT):
+                    # Offloaded weights go through the device: NCCL sends nothing else.
+                    whole = on_device(group.weights.main.local, engine.device)
+                    broadcast(whole, axis.group)
+                    if whole is not group.weights.main.local:
+                        group.weights.main.local.copy_(whole)
+    engine.install_main_weights()
 
 
 def check_between_steps(engine: Engine, what: str) -> None:
@@ -166,7 +180,8 @@ def _check_copies(units: Sequence[Unit], copies: _Copies) -> None:
         for group_index, group in enumerate(unit.groups):
             for index, copy in enumerate(copies[unit.index][group_index]):
                 shape = group.plan.layout.shapes[index]
-                if not unit.holds_copy(group_index, index, copy) or tuple(local_part(copy).shape) != shape:
+                held = [owner.parameters.get(owner.attribute) for owner in unit.owners[group_index][index]]
+                if any(each is not copy for each in held) or tuple(local_part(copy).shape) != shape:
                     raise ConfigurationError(
                         f"{group.names[index]} was replaced inside full_parameters_context, or its shape {shape} was "
                         "changed; write into it instead, by copy_() or an init function"

@@ -34,8 +34,8 @@ from megatron_fsdp.engine.group_plan import (
 )
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.engine.weight_quantizer import encoded_parameters
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, has_control_characters, warn_caller
+from megatron_fsdp.formats.fp8_linear import encoded_parameters
 from megatron_fsdp.formats.tensor_extensions import (
     TensorExtension,
     extension_format,
