@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from megatron_fsdp.describe import describe
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.engine import engine_of_module
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, ScheduleError
 from megatron_fsdp.fsdp2 import FSDPModule, fully_shard, install, register_fsdp_forward_method
 from tests.support.on_ranks import fixed_seed, on_ranks
