@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,8 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -25,14 +26,21 @@ from benchmarks.contenders import FLOOR, FSDP2, FSDP2_MUON, OUR_MUON, OURS, Cont
 from benchmarks.launching import describe_machine, measure_on_ranks, timed, write_document
 from benchmarks.page import phase_table
 from benchmarks.report import ratios, spread_of
-from benchmarks.worker import live_bytes, turns
+from benchmarks.worker import live_bytes, live_host_bytes, turns
 from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
 from megatron_fsdp import MegatronFSDP
+from megatron_fsdp.weights import WeightSource
+from megatron_fsdp.weights.source import digest_of
 
 _MAX_NORM = 1.0
+_WIRE = torch.bfloat16
 OPTIMIZER_STEP, CLIPPING = "optimizer.step", "clip_grad_norm_"
 WRAPPING, FIRST_STEP = "wrapping", "first step"
 FORWARD, BACKWARD, STEP = "forward", "backward", "whole step"
+PASS = "pass of whole weights"
+FULL_TENSOR, FULL_STATE = "fsdp2, full_tensor()", "fsdp2, full state dict"
+OUR_PASS, OUR_PASS_TO_ONE = "ours-3, to all ranks", "ours-3, to one rank"
+PASSES = (FULL_TENSOR, FULL_STATE, OUR_PASS, OUR_PASS_TO_ONE)
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,8 @@ class PhaseRequest:
     rounds: int  # turns of everybody, at least 1
     warmup: int  # turns before them
     contenders: tuple[str, ...]  # the first is who the others are set against
-    what: str  # "step" (optimizer and clipping), "start" (wrapping and first step), or "host" (forward and backward)
+    # "step" (optimizer and clipping), "start" (wrapping and first step), "host" (forward and backward), or "weights"
+    what: str
     simulated_ranks: int = 0  # the size of the job that one process pretends to be the first rank of; 0: none
     device_type: str = "cpu"  # "cpu" or "cuda"
     dtype: str = "float32"  # of weights, gradients and optimizer state, "float32" or "bfloat16"
@@ -170,7 +179,50 @@ def host(request: PhaseRequest, setting: Setting) -> Notes:
     return notes
 
 
-_MEASURED: Mapping[str, Callable[[PhaseRequest, Setting], Notes]] = {"step": steps, "start": starts, "host": host}
+def weights(request: PhaseRequest, setting: Setting) -> Notes:
+    """Measure a pass over all weights in bfloat16, and its peak beside the model, once bits are compared."""
+    ours, theirs = (build_contender(name, setting).model for name in (OURS[3], FSDP2))
+    sources = {
+        name: WeightSource(ours, dtype=_WIRE, names="model", destination=destination)
+        for name, destination in ((OUR_PASS, "all"), (OUR_PASS_TO_ONE, 0))
+    }
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    passes: dict[str, Callable[[], Iterable[tuple[str, Tensor | None]]]] = {
+        FULL_TENSOR: lambda: ((name, _whole(param).to(_WIRE)) for name, param in theirs.named_parameters()),
+        FULL_STATE: lambda: (
+            (name, value.to(_WIRE)) for name, value in get_model_state_dict(theirs, options=whole).items()
+        ),
+        **{name: partial(iter, source) for name, source in sources.items()},
+    }
+    notes = {name: PhaseNotes() for name in passes}
+    found = {name: _digests(each()) for name, each in passes.items()}
+    for name, digests in found.items():
+        if any(digests[key] != found[FULL_TENSOR][key] for key in digests):
+            raise AssertionError(f"{name} gives other weights than {FULL_TENSOR}")
+        notes[name].peak = live_host_bytes(lambda: None, lambda _, name=name: _exhaust(passes[name]())).peak
+    _rounds(request, notes, lambda name, noted: _timed(noted, PASS, lambda: _exhaust(passes[name]()), setting.device))
+    return notes
+
+
+def _whole(param: Tensor) -> Tensor:
+    return (param.full_tensor() if isinstance(param, DTensor) else param).detach()
+
+
+def _exhaust(tensors: Iterable[tuple[str, Tensor | None]]) -> None:
+    for _, tensor in tensors:
+        del tensor
+
+
+def _digests(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, str]:
+    return {name: digest_of(tensor) for name, tensor in tensors if tensor is not None}
+
+
+_MEASURED: Mapping[str, Callable[[PhaseRequest, Setting], Notes]] = {
+    "step": steps,
+    "start": starts,
+    "host": host,
+    "weights": weights,
+}
 
 
 def _rounds(request: PhaseRequest, notes: Notes, turn: Callable[[str, PhaseNotes], None]) -> None:
@@ -234,14 +286,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of all that is stored")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results there as JSON")
     given = parser.parse_args(argv)
-    if given.muon and given.what == "host":
-        parser.error("--muon changes nothing of forward and backward; give it with step or start")
+    if given.muon and given.what not in ("step", "start"):
+        parser.error("--muon changes steps and starts; give it with one of them")
+    contenders = (OUR_MUON, FSDP2_MUON, OURS[3], FSDP2) if given.muon else (FSDP2, OURS[3])
+    if given.what == "host":
+        contenders = (FLOOR, *contenders)
     request = PhaseRequest(
         given.model,
         1 if given.simulated_ranks else given.ranks,
         given.rounds,
         0 if given.what == "start" else given.warmup,
-        (OUR_MUON, FSDP2_MUON, OURS[3], FSDP2) if given.muon else (*[FLOOR][given.what != "host" :], FSDP2, OURS[3]),
+        PASSES if given.what == "weights" else contenders,
         given.what,
         given.simulated_ranks,
         given.device,

@@ -188,7 +188,13 @@ def _sent(contender: Contender, before: Traffic | None, steps: int) -> Traffic |
 def live_bytes(name: str, setting: Setting, microbatches: Sequence[Microbatch]) -> LiveBytes:
     """Count allocations of a contender over its build and three steps. Slow; never timed."""
     if setting.device.type == "cpu":
-        return _live_host_bytes(name, setting, microbatches)
+
+        def build() -> Contender:
+            contender = build_contender(name, setting)
+            _settle(contender, microbatches)
+            return contender
+
+        return live_host_bytes(build, lambda contender: contender.step(microbatches))
     before = torch.accelerator.memory_allocated(setting.device)
     contender = build_contender(name, setting)
     _settle(contender, microbatches)
@@ -206,18 +212,17 @@ def _settle(contender: Contender, microbatches: Sequence[Microbatch]) -> None:
     gc.collect()
 
 
-def _live_host_bytes(name: str, setting: Setting, microbatches: Sequence[Microbatch]) -> LiveBytes:
-    """Return the live bytes by the profiler, without allocations before it started.
+def live_host_bytes(build: Callable[[], _Found], act: Callable[[_Found], object]) -> LiveBytes:
+    """Return the live bytes of an act by the profiler, with those of what is built for it, and without earlier ones.
 
     It does not see what the threads of gloo free, such as what a collective has kept until it was over. What it takes
     for held after the step and is not is taken off the peak: all of it, so that no contender looks worse than it is.
     """
     before = _bytes_of_tensors()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        contender = build_contender(name, setting)
-        _settle(contender, microbatches)
+        built = build()
         with record_function(_MEASURED_STEP):
-            contender.step(microbatches)
+            act(built)
         gc.collect()
         alive = _bytes_of_tensors() - before
     assert profiler.profiler is not None

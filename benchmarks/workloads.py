@@ -44,6 +44,7 @@ WORKLOADS: dict[str, Workload] = {
     "moe": Workload(6, 256, 4, vocabulary=2048, samples=2, tokens=64, kind="mixtral", wide=384),
     "tiny-llama": Workload(2, 32, 2, vocabulary=64, samples=2, tokens=8, kind="llama", wide=48),
     "tiny-moe": Workload(2, 32, 2, vocabulary=64, samples=2, tokens=8, kind="mixtral", wide=48),
+    "gigabyte": Workload(layers=18, features=1024, heads=8, vocabulary=16384, samples=1, tokens=8),
     "narrow": Workload(layers=48, features=16, heads=2, vocabulary=64, samples=1, tokens=8),
 }
 

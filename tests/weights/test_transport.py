@@ -1,5 +1,6 @@
 """Weights travel to a stand-in engine in processes of its own."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,3 +115,42 @@ def test_other_libraries_take_it() -> None:
     assert same_tensors(dict(tensors), dict(WeightSource(model)))  # type: ignore[arg-type]
     with pytest.raises(MissingPackageError, match="for_vllm needs the package vllm, which is not installed"):
         for_vllm(WeightSource(model))
+
+
+THEIRS = """
+from abc import ABC, abstractmethod
+from collections import namedtuple
+
+ParamMeta = namedtuple("ParamMeta", "name dtype shape")
+
+class WeightSource(ABC):
+    @abstractmethod
+    def metadata(self): ...
+    @abstractmethod
+    def __iter__(self): ...
+"""
+
+
+@on_ranks(2)
+def test_vllm_gets_an_instance_of_its_own_class(tmp_path: Path) -> None:
+    package = tmp_path / str(dist.get_rank()) / "vllm" / "distributed" / "weight_transfer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(THEIRS)
+    for folder in package.parents[:2]:
+        (folder / "__init__.py").touch()  # neither imports what is below it, as with vLLM
+    source = WeightSource(sharded("llama")[0], destination=0)
+    sys.path.insert(0, str(package.parents[2]))
+    try:
+        theirs = for_vllm(source)
+        abstract = sys.modules["vllm.distributed.weight_transfer"].WeightSource
+    finally:
+        sys.path.pop(0)
+        for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+            del sys.modules[name]
+    assert isinstance(theirs, abstract)
+    assert [tuple(meta) for meta in theirs.metadata()] == [
+        (meta.name, meta.dtype, meta.shape) for meta in source.metadata()
+    ]
+    assert same_tensors(*(({n: t for n, t in each if t is not None}) for each in (theirs, source)))
+    assert theirs.held_names() == source.held_names()
+    assert [names for names, _ in theirs.iter_groups()] == (source.groups() if dist.get_rank() == 0 else [])

@@ -7,7 +7,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP
+from megatron_fsdp.fsdp2 import fully_shard
 from megatron_fsdp.weights import WeightSource
+from tests.checkpoint.hf.hf_models import same_tensors
 from tests.support.case import shard as shard_case
 from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.zoo import MODEL_CASES
@@ -56,6 +58,29 @@ def test_the_version_of_a_model_that_others_have_sharded_counts_passes_after_cha
     with torch.no_grad():
         model.weight.zero_()
     assert [source.version, len(list(source)), source.version, source.version] == [1, 2, 1, 1]
+
+
+@on_ranks(2)
+def test_a_model_of_fsdp2_is_read_before_and_after_its_first_forward() -> None:
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    for module in (*model, model):
+        fully_shard(module)
+    source = WeightSource(model, dtype=None, snapshot="device")
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def check() -> int:
+        wanted = {name: param.full_tensor().detach() for name, param in model.named_parameters()}  # type: ignore[operator]
+        assert same_tensors(dict(source), wanted)  # type: ignore[arg-type]
+        return same_on_ranks(source.version)
+
+    versions = [check()]
+    source.commit()
+    model(torch.ones(2, 7)).sum().backward()
+    versions.append(check())
+    source.commit()
+    optimizer.step()
+    assert {patch.name for patch in source.changed()} == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert [*versions, check()] == [0, 1, 2]
 
 
 @on_ranks(2)

@@ -138,8 +138,9 @@ class WeightSource:
         return self._planned().metas
 
     def _planned(self) -> Plan:
+        self._find_engines()
         if self._plan is None or self._planned_for != self._parameter_ids():
-            self._engines = _engines_of(self._model)
+            self._snapshot.clear()  # its ranges are those of the plan
             with all_agree("planning the weights to send", self.ranks) as facts:
                 self._check_arguments()
                 made = make_plan(unwrap(self._model), self._choice, self.ranks, self._receivers())
@@ -149,6 +150,13 @@ class WeightSource:
                 facts |= {name: str(value) for name, value in told.items()} | {"names, dtypes and shapes": digest}
             self._plan, self._planned_for = made, self._parameter_ids()
         return self._plan
+
+    def _find_engines(self) -> None:
+        """Find the engines anew: `fsdp2` makes one in the first forward. Versions go on, with another one for it."""
+        found = _engines_of(self._model)
+        if list(map(id, found)) != list(map(id, self._engines)):
+            self._first_version += 1 + sum(engine.weights_version for engine in self._engines)
+            self._engines, self._plan = found, None
 
     def _parameter_ids(self) -> tuple[int, ...]:
         return tuple(map(id, self._model.parameters()))
@@ -255,6 +263,7 @@ class WeightSource:
 
         Without an engine of this library: the number of passes before which they had changed.
         """
+        self._find_engines()
         engines = sum(engine.weights_version for engine in self._engines)
         return self._first_version + engines + self._counted + (not self._engines and self._versions() != self._seen)
 
@@ -329,6 +338,7 @@ class WeightSource:
         self, what: str, make: Callable[[Plan], Iterator[Any]], check: Callable[[], object] = lambda: None
     ) -> Iterator[Any]:
         """Iterate over what a pass makes of one version of the weights, and tell the others how it ended here."""
+        self._find_engines()
         with ExitStack() as stack:
             with all_agree(what, self.ranks) as facts:
                 self._refuse(f"{what} was begun")

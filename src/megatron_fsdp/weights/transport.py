@@ -6,6 +6,7 @@ larger than the limit, so both sides have to know the same limit: the sender's t
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -148,8 +149,8 @@ def for_vllm(source: WeightSource) -> Any:
     Raises:
         MissingPackageError: vLLM is not installed.
     """
-    theirs: Any = require("vllm", "for_vllm", "give the source itself: most back ends take what has its methods")
-    transfer = theirs.distributed.weight_transfer
+    require("vllm", "for_vllm", "give the source itself: most back ends take what has its methods")
+    transfer: Any = importlib.import_module("vllm.distributed.weight_transfer")
 
     class ForVllm(transfer.WeightSource):  # type: ignore[misc, name-defined]
         def metadata(self) -> list[Any]:
