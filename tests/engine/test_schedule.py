@@ -190,16 +190,16 @@ CASES = {
         ("B0> B3> G3 B2> G2 B1> E", "reduce3 reduce2 reshard3 unshard1@0 wait1 reduce0 finalise"),
         trainable=(True, False, True, True),
     ),
-    "unit_with_missing_gradients_is_settled_when_the_next_unit_begins": case(
+    "unit_with_missing_gradients_is_reduced_when_the_next_unit_begins": case(
         FORWARD, ("B0> B3> G3 B2> g2", "reduce3"), ("B1>", "reduce2 reshard3 unshard1@0 wait1")
     ),
-    "unit_without_any_gradient_is_settled_too": case(
+    "unit_without_any_gradient_is_reduced_too": case(
         FORWARD, ("B0> B3> B2> B1> E", "reduce3 reduce2 reshard3 unshard1@0 wait1 reduce1 reduce0 finalise")
     ),
     "unit_that_backward_never_reached_issues_no_reduce": case(
         FORWARD_OF_TWO, ("B0> B2> G2 E", "reduce2 reduce0 finalise"), units=3
     ),
-    "reused_unit_is_not_settled_before_its_last_backward": case(
+    "reused_unit_is_not_reduced_before_its_last_backward": case(
         "F0> F1> F1< F2> F2< F1> F1< F0<", ("B0> B1> g1 B2> G2 B1> G1 E", "reduce2 reduce1 reduce0 finalise"), units=3
     ),
     "late_gradients_of_a_reduced_unit_are_reduced_at_the_end": case(

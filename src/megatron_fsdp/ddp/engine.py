@@ -71,16 +71,9 @@ class BucketEngine(Engine):
             self.executor.run(self.scheduler.weights_read(buckets))
             self._show([self.units[bucket] for bucket in buckets if not self.units[bucket].is_unsharded])
 
-    def post_forward(
-        self,
-        unit_index: int,
-        needs_backward: bool,
-        failed: bool = False,
-        module_index: int = 0,
-        reads_weights: bool = True,
-    ) -> ForwardCall:
+    def post_forward(self, unit_index: int, *args: Any, **kwargs: Any) -> ForwardCall:
         """End the model's forward, run or failed: all-gather the other buckets, and reshard all."""
-        call = super().post_forward(unit_index, needs_backward, failed, module_index, reads_weights)
+        call = super().post_forward(unit_index, *args, **kwargs)
         if not self.scheduler.forward_depth(unit_index) and not self.scheduler.in_backward:
             if not self.executor.is_broken:
                 self.executor.run(self.scheduler.forward_closes())

@@ -196,7 +196,11 @@ class Executor:
         if action is _UNSHARD:
             # An outer all-gather that is due writes what the inner one sends.
             unit.all_gather_outer(self._outer_stream)
-            unit.unshard(self._gather_stream, self._block_for(unit, slot), self.coming_stream)
+            block = None
+            if unit.gathered_bytes:
+                block = self.weight_memory.borrow(unit.index, slot)
+                self.observers.lends(BorrowedMemory.WEIGHTS, unit.index, block)
+            unit.unshard(self._gather_stream, block, self.coming_stream)
         elif action is _WAIT:
             unit.wait_for_unshard()
         elif action is _RESHARD:
@@ -214,13 +218,6 @@ class Executor:
         where = f"during {phase.value!r} of unit {unit.label}"
         with explained(where, self.observers), self.observers.during(phase, unit.index):
             yield
-
-    def _block_for(self, unit: Unit, slot: int | None) -> Block | None:
-        if not unit.gathered_bytes:
-            return None
-        block = self.weight_memory.borrow(unit.index, slot)
-        self.observers.lends(BorrowedMemory.WEIGHTS, unit.index, block)
-        return block
 
     def all_gather_outer(self) -> None:
         """Start to all-gather the compute weights of all units over the outer ranks, in place."""

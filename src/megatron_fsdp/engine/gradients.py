@@ -538,8 +538,11 @@ class GradientBuffers:
                 own[index] = grad
         self.main.take_back(changed)
         self._add(own)
-        if self.grad_attribute != GRAD:
-            self._take_plain(params)
+        if self.grad_attribute != GRAD:  # what autograd has set on sharded parameters themselves
+            plain = {index: param.grad for index, param in enumerate(params) if param.grad is not None}
+            self._add(plain)
+            for index in plain:
+                params[index].grad = None
         cast = None if self.shown_dtype == self.precision.main_grads else self.main.local.to(self.precision.main_params)
         for index, (param, each, shown) in enumerate(zip(params, self.of_parameter, found, strict=True)):
             # A parameter that no rank used has a sum of zeros, and keeps None: weight decay and momentum leave it
@@ -561,13 +564,6 @@ class GradientBuffers:
     def shown_dtype(self) -> torch.dtype:
         """Dtype of the gradients that sharded parameters show: their own, or that of accumulation where decoupled."""
         return self.precision.main_params if self.grad_attribute == GRAD else self.precision.main_grads
-
-    def _take_plain(self, params: Sequence[nn.Parameter]) -> None:
-        """Add `.grad` that autograd has set on sharded parameters whose gradient is in `.decoupled_grad`."""
-        grads = {index: param.grad for index, param in enumerate(params) if param.grad is not None}
-        self._add(grads)
-        for index in grads:
-            params[index].grad = None
 
     def _add(self, grads: Mapping[int, torch.Tensor]) -> None:
         self.main.add(grads, [each.counts for each in self.of_parameter])

@@ -278,13 +278,6 @@ class GroupPlan:
         return self.weight_format is not None and self.weight_format.stays_encoded
 
     @property
-    def scale_bytes(self) -> int:
-        """Bytes of amaxes and of scales that linears multiply by, for the weight format."""
-        form = self.weight_format
-        numel = len(self.layout.shapes) if form is not None and form.agrees_on_amax else 0
-        return numel * torch.float32.itemsize * (2 if isinstance(form, Fp8Compute) else 1)
-
-    @property
     def keeps_transposed(self) -> bool:
         """True if gathered weights are kept transposed, too, once a backward has multiplied them."""
         return isinstance(self.weight_format, Fp8Compute) and self.weight_format.keeps_transposed
@@ -398,7 +391,11 @@ class Sharding:
     def plan_group(self, spec: ParameterGroupSpec, parts: tuple[TensorParallelPart | None, ...]) -> GroupPlan:
         """Plan layout, dtypes, placements and factors of one group, whose parameters were cut as `parts` before."""
         placements = self._placements(spec.key)
-        precision = self.precision(spec.key) if spec.key.requires_grad else self._frozen_precision(spec.key.dtype)
+        own = spec.key.dtype
+        compute = self._compute_dtype(own)
+        precision = ResolvedPrecision(compute, own, own, own, has_main_copy=compute != own)
+        if spec.key.requires_grad:
+            precision = self.precision(spec.key)
         layout, layouts = self._layouts(spec, parts, shard_count(placements.main_weight, self.rank_mesh.axes))
         return GroupPlan(
             spec=spec,
@@ -427,10 +424,6 @@ class Sharding:
             return replace(plan, sharding=self)
         precision = self.precision(plan.spec.key)
         return replace(plan, precision=precision, reduction=self._reduction(precision), sharding=self)
-
-    def _frozen_precision(self, dtype: torch.dtype) -> ResolvedPrecision:
-        compute = self._compute_dtype(dtype)
-        return ResolvedPrecision(compute, dtype, dtype, dtype, has_main_copy=compute != dtype)
 
     def _compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self.compute_dtype is None or not dtype.is_floating_point else self.compute_dtype

@@ -266,10 +266,7 @@ class ForwardGraph:
         # autograd numbers its nodes; where none is new, no backward can come, whatever the forward returns
         if start is None or not torch.is_grad_enabled() or torch._C._autograd._get_sequence_nr() == start:
             return [], False
-        return self._left_since(start), True
-
-    def _left_since(self, start: int) -> list[Tensor]:
-        return [
+        left = [
             value
             for reference in self._owners
             if (owner := reference()) is not None
@@ -279,6 +276,7 @@ class ForwardGraph:
             # Older ones are of earlier forwards, and have their hooks.
             if value.grad_fn is not None and value.grad_fn._sequence_nr() >= start
         ]
+        return left, True
 
 
 def _own_modules(module: nn.Module, others: Collection[int]) -> Iterator[nn.Module]:

@@ -390,7 +390,9 @@ class ParameterGroup:
         """Move the sharded parameters to where the main weights are now."""
         shards = self.weights.main.local_shards()
         for param, shard, shard_spec in zip(self.sharded, shards, self.shard_specs, strict=True):
-            self._move(param, shard, shard_spec)
+            moved: Any = param  # it stays the same object, maybe with another dtype
+            DATA.__set__(moved, UnevenDTensor.wrap(shard.data, shard_spec))  # sets the dtype that torch sees
+            moved._local_tensor, moved._spec = shard.data, shard_spec.dtensor_spec(shard.dtype)
         self._pointers = self._find_pointers()
         self.note_installed()
 
@@ -409,13 +411,6 @@ class ParameterGroup:
         if not plan.offload.optimizer_state or not plan.requires_grad or plan.offloads_main:
             return None
         return StateMemory(plan.layout, self.weights.main.region, plan.device)
-
-    @staticmethod
-    def _move(param: nn.Parameter, shard: torch.Tensor, shard_spec: ShardSpec) -> None:
-        """Move a sharded parameter into other memory, maybe of another dtype; it stays the same object."""
-        moved: Any = param
-        DATA.__set__(moved, UnevenDTensor.wrap(shard.data, shard_spec))  # sets the dtype that torch sees
-        moved._local_tensor, moved._spec = shard.data, shard_spec.dtensor_spec(shard.dtype)
 
     def decouple_gradients(self) -> None:
         """Show gradients as `.decoupled_grad`, in the dtype they are accumulated in, and leave `.grad` None."""
@@ -577,29 +572,27 @@ class ParameterGroup:
             keys = chain.from_iterable(filter(None, map(_backward_hooks, self.sharded)))
             return not self.own_hooks.issuperset(keys) or any(map(_accumulate_hooks, self.sharded))
 
+    @torch.no_grad()
     def run_user_hooks(self, used: Sequence[bool]) -> None:
         """Call the user's gradient hooks on the sharded parameters that a sync renewed: those any rank `used`.
 
         A hook that returns what cannot replace the gradient, or would be ignored, is refused.
         """
         for index, param in enumerate(self.sharded if self.has_user_hooks else ()):
-            if used[index] and get_grad(param, self.grad_attribute) is not None:
-                self._run_user_hooks(index, param)
-
-    @torch.no_grad()
-    def _run_user_hooks(self, index: int, param: nn.Parameter) -> None:
-        for key, hook in list((param._backward_hooks or {}).items()):
-            grad = get_grad(param, self.grad_attribute)
-            answer = None if key in self.own_hooks or grad is None else hook(grad)
-            if answer is not None:
-                self._replace_gradient(index, param, answer)
-        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-            answer = hook(param)
-            if answer is not None:
-                raise ConfigurationError(
-                    f"a post-accumulate-grad hook of {self.names[index]} returned a {type(answer).__name__}, which "
-                    "would be lost; change the gradient in place and return None"
-                )
+            if not used[index] or get_grad(param, self.grad_attribute) is None:
+                continue
+            for key, hook in list((param._backward_hooks or {}).items()):
+                grad = get_grad(param, self.grad_attribute)
+                answer = None if key in self.own_hooks or grad is None else hook(grad)
+                if answer is not None:
+                    self._replace_gradient(index, param, answer)
+            for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+                answer = hook(param)
+                if answer is not None:
+                    raise ConfigurationError(
+                        f"a post-accumulate-grad hook of {self.names[index]} returned a {type(answer).__name__}, which "
+                        "would be lost; change the gradient in place and return None"
+                    )
 
     def _replace_gradient(self, index: int, param: nn.Parameter, answer: object) -> None:
         grad = get_grad(param, self.grad_attribute)

@@ -247,7 +247,7 @@ class Scheduler:
     _slots: list[_SlotState] = field(init=False)
     _forward_stack: list[int] = field(init=False, default_factory=list)
     _backward_unit: int | None = field(init=False, default=None)  # its weights are in use by backward
-    _unsettled: list[int] = field(init=False, default_factory=list)  # units whose backward began, in that order
+    _begun: list[int] = field(init=False, default_factory=list)  # units whose backward began, in that order
     _weights_version: int = field(init=False, default=0)
     _in_pass: bool = field(init=False, default=False)  # a forward pass, between forwards of several roots, too
     _in_backward: bool = field(init=False, default=False)
@@ -295,7 +295,7 @@ class Scheduler:
         elif self._backward_unit not in state.hosts:
             # A checkpointed forward ran without a graph, so it was not counted: this recomputation will have the
             # backward.
-            if needs_backward and state.open_forwards == 0 and not (self._unsettled and self._unsettled[-1] == unit):
+            if needs_backward and state.open_forwards == 0 and not (self._begun and self._begun[-1] == unit):
                 state.open_forwards = 1
             if unit != ROOT_UNIT:
                 self._backward_unit = unit  # the unit recomputed last is the one whose backward comes next
@@ -313,15 +313,18 @@ class Scheduler:
                 "versions of the weights, so run backward before the optimizer step"
             )
         operations: list[Operation] = []
+        state = self._units[unit]
         if not self._in_backward:
             self._in_backward = True
             self._end_forward_pass()
             self._backward_order.begin()
         if unit != ROOT_UNIT:
             # See Note [Why a unit is reduced when the next one begins].
-            operations += self._settle_before(unit)
+            callers = state.hosts  # which are still running
+            ended = [other for other in self._begun if other != unit and other not in callers]
+            self._begun = [other for other in self._begun if other != unit and other in callers] + [unit]
+            operations += [operation for other in ended for operation in self._reduce_if_due(other)]
             self._backward_unit = unit
-        state = self._units[unit]
         state.in_backward, state.reduced = True, False
         if reads_weights:
             operations += self._need(unit, self._backward_order, self.config.backward_prefetch_units)
@@ -369,7 +372,7 @@ class Scheduler:
         if self._in_backward:
             self._backward_order.end()
         self._in_backward, self._backward_unit = False, None
-        self._unsettled.clear()
+        self._begun.clear()
         return (*operations, Operation(_FINALISE, ROOT_UNIT))
 
     def prefetch_requested(self, unit: int) -> tuple[Operation, ...]:
@@ -417,7 +420,7 @@ class Scheduler:
         """
         self._forward_stack.clear()
         self._backward_unit = None
-        self._unsettled.clear()
+        self._begun.clear()
         self._in_backward = False
         self._forward_order, self._backward_order = RecordedOrder(), RecordedOrder()
         self._in_pass = False
@@ -502,14 +505,7 @@ class Scheduler:
             self._slots[state.slot].last_used = self._clock
         return tuple(operations)
 
-    def _settle_before(self, unit: int) -> list[Operation]:
-        """Reduce units whose backward has ended; callers of this unit are still running."""
-        callers = self._units[unit].hosts
-        finished = [other for other in self._unsettled if other != unit and other not in callers]
-        self._unsettled = [other for other in self._unsettled if other != unit and other in callers] + [unit]
-        return [operation for other in finished for operation in self._settle(other)]
-
-    def _settle(self, unit: int) -> list[Operation]:
+    def _reduce_if_due(self, unit: int) -> list[Operation]:
         """Reduce a unit whose backward has ended, even if some of its gradients never came."""
         state = self._units[unit]
         done = state.reduced or state.open_forwards > 0 or not self.config.trainable[unit]

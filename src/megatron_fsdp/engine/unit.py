@@ -426,16 +426,14 @@ class StructureCheck:
         for name, weakly, parameters in self._modules:
             module = weakly()
             for attribute, child in module._modules.items() if module is not None else ():
-                if child is not None and id(child) not in known_modules:
-                    self._check_new(f"{name}.{attribute}".lstrip("."), child)
+                if child is None or id(child) in known_modules:
+                    continue
+                if any(param.requires_grad and id(param) not in known_params for param in child.parameters()):
+                    what = f"a {type(child).__name__} with trainable parameters"
+                    raise _refusal(f"{name}.{attribute}".lstrip("."), what)
             for attribute, param in parameters.items():
                 if param is not None and id(param) not in known_params and param.requires_grad:
                     raise _refusal(f"{name}.{attribute}".lstrip("."), "a parameter")
-
-    def _check_new(self, name: str, module: nn.Module) -> None:
-        for param in module.parameters():
-            if param.requires_grad and id(param) not in self._known_params:
-                raise _refusal(name, f"a {type(module).__name__} with trainable parameters")
 
 
 def _refusal(name: str, what: str) -> ConfigurationError:

@@ -27,6 +27,7 @@ from megatron_fsdp.plan.muon import MuonWork, muon_matrices, muon_work
 from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, LocalShard, Setup
 from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.placement import placements_for
+from megatron_fsdp.sharding.weight_formats import Fp8Compute
 from megatron_fsdp.wrap.wrap import plan_units
 
 UnitModules = Sequence[type[nn.Module] | str] | str | None
@@ -167,7 +168,9 @@ def held_bytes(groups: Iterable[GroupPlan], *, away: bool = False) -> tuple[int,
         precision, numel = group.precision, group.main_region.numel
         if group.offloads_compute is away:
             compute += group.held_bytes
-        compute += 0 if away else group.scale_bytes
+        if (form := group.weight_format) is not None and form.agrees_on_amax and not away:
+            # amaxes, and the scales that linears multiply by
+            compute += len(group.layout.shapes) * torch.float32.itemsize * (2 if isinstance(form, Fp8Compute) else 1)
         if (group.weight_format is not None or group.has_main_copy) and group.offloads_main is away:
             main += numel * precision.main_params.itemsize
         if group.requires_grad and (group.offload.main_gradients > 0) is away:
