@@ -23,9 +23,7 @@ from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.dtensor.expert_names import ExpertNames
-from megatron_fsdp.engine.delayed_linear import WeightGradientQueue
-from megatron_fsdp.engine.executor import Executor
-from megatron_fsdp.engine.gradient_checks import FiniteCheck, GradientCheck
+from megatron_fsdp.engine.executor import DelayedGradients, Executor, GradientCheck
 from megatron_fsdp.engine.gradients import (
     GRAD,
     GradientBuffers,
@@ -150,7 +148,7 @@ class Engine:
     expert_names: ExpertNames  # over all ranks
     # With a queue of weight gradients that wait for the end of backward, all gradients stay where autograd puts
     # them until then: units are filled and reduced there, one after another.
-    delayed: WeightGradientQueue | None
+    delayed: DelayedGradients | None
     gradient_checks: Sequence[GradientCheck]
     own_groups: OwnGroups | None  # destroyed with the engine
     user_buffers: UserBuffers | None  # registered memory that is deregistered with the engine
@@ -162,7 +160,7 @@ class Engine:
     def __post_init__(self) -> None:
         options = self.options
         self.observers = self.executor.observers
-        self._finite_check = next((each for each in self.gradient_checks if isinstance(each, FiniteCheck)), None)
+        self._check_of_sums = next((each for each in self.gradient_checks if each.sees_sums), None)
         self.keeps_gradients = options.megatron_fsdp_cuda_graph_mode
         self._was_captured = False  # there is a graph that may be replayed at any time
         # Apart for each: the ranks that share a dense parameter hold different experts.
@@ -439,8 +437,8 @@ class Engine:
         return None
 
     def _inspect_gradients(self, group: ParameterGroup) -> None:
-        """Have the finite check, if any, see gradients before they are reduced."""
-        check, names = self._finite_check, group.names
+        """Have the check of sums, if any, see gradients before they are reduced."""
+        check, names = self._check_of_sums, group.names
         if check is not None and group.gradients is not None:
             group.gradients.inspect = lambda index, grad: check.record(names[index], grad)
 
@@ -636,7 +634,7 @@ class Engine:
                 check.conclude()
         self.gradient_checks = [check for check in self.gradient_checks if not check.is_done]
 
-    def _fill_late(self, unit_index: int, delayed: WeightGradientQueue) -> None:
+    def _fill_late(self, unit_index: int, delayed: DelayedGradients) -> None:
         """Copy a unit's gradients of a delayed backward into buckets or unreduced gradients, queued ones included."""
         for group_index, group in enumerate(self.units[unit_index].groups):
             if group.gradients is None:
@@ -719,7 +717,7 @@ class Engine:
             NonFiniteGradientError: A sum of some rank is not finite, where that is checked; all are reduced by then.
         """
         self.refuse_open_pass("gradients were synchronised")
-        check = None if self._ending else self._finite_check
+        check = None if self._ending else self._check_of_sums
         concludes = self._may_differ  # then ranks of other groups may have nothing to reduce
         if check is not None and not self._callback_queued:  # a running backward keeps its findings
             check.begin()

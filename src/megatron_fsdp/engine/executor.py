@@ -6,11 +6,12 @@ then.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -83,6 +84,45 @@ class OptimizerInBackward(Protocol):
 
     def reset(self) -> None:
         """Stop; the model is reset."""
+
+
+class DelayedGradients(Protocol):
+    """The weight gradients that wait for the end of a backward."""
+
+    def accumulate(self, weight: torch.Tensor) -> None:
+        """Compute a weight's waiting gradients, and add the sum to its `.grad`."""
+
+    def run(self) -> None:
+        """Compute all waiting gradients into `.grad`."""
+
+    def clear(self) -> None:
+        """Drop all waiting gradients, after a backward that failed."""
+
+
+class GradientCheck(ABC):
+    """A check of every gradient of a backward, whose findings ranks compare when it ends.
+
+    Attributes:
+        is_done: No later backward needs to be checked.
+        stops_steps: An optimizer must not use gradients before they are checked.
+        sees_sums: It is also shown each bucket before it is reduced, and begins and ends with a sync.
+    """
+
+    is_done = False
+    stops_steps: ClassVar[bool] = True
+    sees_sums: ClassVar[bool] = False
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin a backward, or a sync outside of one; drop findings of an earlier one that failed."""
+
+    @abstractmethod
+    def record(self, name: str, grad: torch.Tensor) -> None:
+        """Record the finding of a gradient, without a device sync."""
+
+    @abstractmethod
+    def conclude(self) -> None:
+        """Compare findings over the ranks; one on any rank raises on all. Collective."""
 
 
 class Executor:

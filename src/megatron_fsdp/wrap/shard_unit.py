@@ -21,12 +21,11 @@ from megatron_fsdp.comm.axis import backend_of, is_simulated
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import EngineOptions
+from megatron_fsdp.debug.gradient_checks import FiniteCheck, LargeGradientCheck, ReplicaCheck
 from megatron_fsdp.dtensor.expert_names import ExpertNames
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
-from megatron_fsdp.engine.delayed_linear import WeightGradientQueue
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.executor import Executor
-from megatron_fsdp.engine.gradient_checks import FiniteCheck, GradientCheck, LargeGradientCheck, ReplicaCheck
+from megatron_fsdp.engine.executor import DelayedGradients, Executor, GradientCheck
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.hooks import answer_for_sharded_parameters, register_hooks
 from megatron_fsdp.engine.memory import CommunicationPool
@@ -172,7 +171,7 @@ def finish(
     *,
     events: ModuleEvents,
     expert_names: ExpertNames | None = None,
-    delayed: WeightGradientQueue | None = None,
+    delayed: DelayedGradients | None = None,
 ) -> Engine:
     """Make the engine of sharded units: memory, scheduler, executor, hooks, and what watches it. Collective.
 

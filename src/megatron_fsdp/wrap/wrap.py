@@ -21,7 +21,6 @@ from megatron_fsdp.config.engine_options import ALLOCATE_ONLY, EngineOptions, Me
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import FOLDER_VARIABLE, resolve_hang_log
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.delayed_linear import delayed_weight_gradients
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import (
     GroupPlan,
@@ -35,6 +34,7 @@ from megatron_fsdp.engine.group_plan import (
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, has_control_characters, warn_caller
+from megatron_fsdp.formats.delayed_linear import delayed_weight_gradients
 from megatron_fsdp.formats.fp8_linear import encoded_parameters
 from megatron_fsdp.formats.tensor_extensions import (
     TensorExtension,

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
-from megatron_fsdp.engine import delayed_linear
-from megatron_fsdp.engine.delayed_linear import DelayedLinear, delayed_weight_gradients
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.formats import delayed_linear
+from megatron_fsdp.formats.delayed_linear import DelayedLinear, delayed_weight_gradients
 from tests.support.on_ranks import on_ranks
 
 WIDTH = 8

@@ -8,42 +8,17 @@ first backwards only, see `ReplicaCheck`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.comm.axis import has_values
+from megatron_fsdp.engine.executor import GradientCheck
 from megatron_fsdp.errors import ConfigurationError, LargeGradientError, NonFiniteGradientError, warn_caller
 
 _SHOWN = 8
-
-
-class GradientCheck(ABC):
-    """A check of every gradient of a backward, whose findings ranks compare when it ends.
-
-    Attributes:
-        is_done: No later backward needs to be checked.
-        stops_steps: An optimizer must not use gradients before they are checked.
-    """
-
-    is_done = False
-    stops_steps: ClassVar[bool] = True
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Begin a backward, or a sync outside of one; drop findings of an earlier one that failed."""
-
-    @abstractmethod
-    def record(self, name: str, grad: torch.Tensor) -> None:
-        """Record the finding of a gradient, without a device sync."""
-
-    @abstractmethod
-    def conclude(self) -> None:
-        """Compare findings over the ranks; one on any rank raises on all. Collective."""
 
 
 class CheckByName(GradientCheck):
@@ -197,6 +172,7 @@ class FiniteCheck(CheckByName):
     """Collects one flag per parameter during backward; the ranks compare them when it ends."""
 
     dtype = torch.uint8
+    sees_sums = True  # where deferred microbatches, or a cast, can turn finite values into infinity
 
     def record(self, name: str, grad: torch.Tensor) -> None:
         """Record a flag for a gradient with a value that is not finite, without a device sync."""

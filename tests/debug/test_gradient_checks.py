@@ -22,7 +22,7 @@ from megatron_fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from megatron_fsdp.engine.gradient_checks import LargeGradientCheck
+from megatron_fsdp.debug.gradient_checks import LargeGradientCheck
 from megatron_fsdp.errors import LargeGradientError, NonFiniteGradientError
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, own_part, train, weights
 from tests.support.counting import OpCounts
