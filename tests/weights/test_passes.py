@@ -16,6 +16,7 @@ from megatron_fsdp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     MixedPrecisionPolicy,
+    fsdp2,
     fully_shard,
     fully_shard_model,
 )
@@ -110,11 +111,18 @@ def by_torch(model: Any) -> nn.Module:
     return model
 
 
+def by_torchs_door(model: Any) -> nn.Module:
+    for module in [*model.model.layers, model]:
+        fsdp2.fully_shard(module)
+    model(input_ids=tokens())  # cuts the parameters anew
+    return model
+
+
 def plain(model: nn.Module) -> nn.Module:
     return model
 
 
-WAYS = [by_our_ddp, in_place, by_torch, nn.parallel.DistributedDataParallel, plain]
+WAYS = [by_our_ddp, in_place, by_torchs_door, by_torch, nn.parallel.DistributedDataParallel, plain]
 
 
 @pytest.mark.parametrize("way", WAYS)
