@@ -390,14 +390,7 @@ def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt
         ConfigurationError: It has no parameters, or holds one that is not sharded, or several models and experts.
     """
     from megatron_fsdp.optim.chained import members_of
-    from megatron_fsdp.optim.optimizer import (
-        check_connected,
-        connect,
-        float32_by,
-        integrate,
-        route_line,
-        warn_of_lost_updates,
-    )
+    from megatron_fsdp.optim.optimizer import check_connected, connect_with_hooks, float32_by, route_line
     from megatron_fsdp.optim.step import Engines, engine_of, params_of
 
     _check_optimizer(optimizer)
@@ -421,21 +414,14 @@ def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt
             "the model whose parameters the optimizer holds has been deleted; keep what fully_shard_model returned"
         ) from None
     engines = list(dict.fromkeys(map(engine_of, owned)))
-    connected = Engines(engines)
-    check_connected(optimizer, connected)
+    check_connected(optimizer, Engines(engines))
     _check_several(optimizer, engines)
-    was_connected = optimizer in engines[0].connected
-    for engine in engines:
-        held: tuple[torch.optim.Optimizer, ...] = (optimizer, *members_of(optimizer))
-        for each in dict.fromkeys(held):
-            connect(each, engine)
-    if not was_connected:
-        integrate(optimizer, connected, describes_state=preproc_state_dict_for_dcp_ckpt)
-        warn_of_lost_updates(optimizer, float32_by(next(iter(wrappers.values()))))
-        if rank_of() == 0:
-            modules = [wrapper.module for wrapper in wrappers.values()]
-            for each in members_of(optimizer):
-                logging.getLogger("megatron_fsdp").info(route_line(each, *modules))
+    cure = float32_by(next(iter(wrappers.values())))
+    is_new = connect_with_hooks(optimizer, engines, preproc_state_dict_for_dcp_ckpt, cure)
+    if is_new and rank_of() == 0:
+        modules = [wrapper.module for wrapper in wrappers.values()]
+        for each in members_of(optimizer):
+            logging.getLogger("megatron_fsdp").info(route_line(each, *modules))
     return optimizer
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from megatron_fsdp.experimental import DBuffer, Placements
-from megatron_fsdp.experimental.lcm_layout import plan_lcm_layout
+from megatron_fsdp.experimental.dbuffer import plan_lcm_layout
 from megatron_fsdp.experimental.placement import Flat, RowAtomic
 from tests.support.on_ranks import of_ranks, on_ranks, refusal
 

@@ -30,7 +30,7 @@ from megatron_fsdp.engine.schedule import ScheduleConfig
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, check_mesh, mesh_and_dim, ranks_of, tensor_parallel_dim
-from megatron_fsdp.sharding.units import UnitPlan
+from megatron_fsdp.sharding.units import UnitPlan, aliases_in
 from megatron_fsdp.wrap.wrap import Grouping, check_not_wrapped
 
 logger = logging.getLogger("megatron_fsdp")
@@ -47,12 +47,7 @@ class BucketGrouping(Grouping):
 
     def plan(self, module: nn.Module, sharding: ModelSharding) -> UnitPlan:
         """Plan the buckets."""
-        canonical: dict[int, str] = {}
-        aliases = []
-        for name, param in module.named_parameters(remove_duplicate=False):
-            first = canonical.setdefault(id(param), name)
-            if first != name:
-                aliases.append((name, first))
+        aliases = aliases_in(module.named_parameters(remove_duplicate=False))
         infos = [parameter_info(name, param, sharding) for name, param in module.named_parameters()]
         alone = {name for name, param in module.named_parameters() if getattr(param, "shared_embedding", False)}
         plan = plan_buckets(infos, type(module).__name__, aliases, self.bucket_numel, alone)

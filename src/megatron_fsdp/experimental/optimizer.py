@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from megatron_fsdp.errors import NotSupportedYetError
-from megatron_fsdp.optim.optimizer import connect, integrate, warn_of_lost_updates
-from megatron_fsdp.optim.step import Engines, engine_of, params_of
+from megatron_fsdp.optim.optimizer import connect_with_hooks
+from megatron_fsdp.optim.step import engine_of, params_of
 
 
 def fully_shard_optimizer(optimizer: torch.optim.Optimizer, *, precision_aware: bool = False) -> None:
@@ -39,9 +39,5 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer, *, precision_aware: 
             "precision_aware=True asks for gradients in the dtype they are accumulated in, and sharded parameters show "
             "them in their own; set main_grads_dtype and main_params_dtype of the policy alike, or leave it out"
         )
-    was_connected = any(optimizer in engine.connected for engine in engines)
-    for engine in engines:
-        connect(optimizer, engine)
-    if engines and not was_connected:
-        integrate(optimizer, Engines(engines), describes_state=True)
-        warn_of_lost_updates(optimizer, "MixedPrecisionPolicy(main_params_dtype=torch.float32)")
+    if engines:
+        connect_with_hooks(optimizer, engines, True, "MixedPrecisionPolicy(main_params_dtype=torch.float32)")

@@ -11,7 +11,7 @@ import re
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -679,6 +679,21 @@ def connect(optimizer: Optimizer, engine: Engine) -> None:
     if engine.keeps_gradients and engine.device.type == "cuda":
         check_capturable(optimizer)
     engine.connected.add(optimizer)
+
+
+def connect_with_hooks(optimizer: Optimizer, engines: Sequence[Engine], describes_state: bool, cure: str) -> bool:
+    """Connect an optimizer, and those of a chain, to engines; return False if it has its hooks already.
+
+    `describes_state` is as in `integrate`, `cure` as in `warn_of_lost_updates`.
+    """
+    is_new = not any(optimizer in engine.connected for engine in engines)
+    for engine in engines:
+        for each in dict.fromkeys((optimizer, *members_of(optimizer))):
+            connect(each, engine)
+    if is_new:
+        integrate(optimizer, Engines(engines), describes_state)
+        warn_of_lost_updates(optimizer, cure)
+    return is_new
 
 
 def watch_optimizers(engine: Engine) -> None:

@@ -7,7 +7,7 @@ unit and the root, since it is needed outside any one unit.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -280,14 +280,11 @@ def _plan(module: nn.Module, found: Mapping[str, nn.Module], ends: Mapping[str, 
             first_paths.setdefault(id(unit_module), path)
     owner_of_path = {path: first_paths[id(unit_module)] for path, unit_module in found.items() if path}
 
-    canonical: dict[int, str] = {}
+    aliases = aliases_in(module.named_parameters(remove_duplicate=False))
+    canonical = dict(aliases)
     owners: dict[str, set[str]] = {}
-    aliases: list[tuple[str, str]] = []
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        first_name = canonical.setdefault(id(parameter), name)
-        owners.setdefault(first_name, set()).add(_owner(name, owner_of_path))
-        if name != first_name:
-            aliases.append((name, first_name))
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        owners.setdefault(canonical.get(name, name), set()).add(_owner(name, owner_of_path))
 
     owned: dict[str, list[str]] = {path: [] for path in ("", *first_paths.values())}
     for name, paths in owners.items():
@@ -298,7 +295,13 @@ def _plan(module: nn.Module, found: Mapping[str, nn.Module], ends: Mapping[str, 
         if names or not path
     )
     blocks = dict.fromkeys(unit.class_name for unit in units[ROOT_UNIT + 1 :] if not unit.is_end)
-    return UnitPlan(units, source, tuple(aliases), tuple(blocks) if ends else ())
+    return UnitPlan(units, source, aliases, tuple(blocks) if ends else ())
+
+
+def aliases_in(named: Iterable[tuple[str, nn.Parameter]]) -> tuple[tuple[str, str], ...]:
+    """Return further and canonical names of tied parameters, of named ones with all their names."""
+    first: dict[int, str] = {}
+    return tuple((name, known) for name, param in named if (known := first.setdefault(id(param), name)) != name)
 
 
 def _owner(parameter_name: str, owner_of_path: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.step import replaced_name
 from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all
-from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, parameter_owners
+from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, aliases_in, parameter_owners
 from megatron_fsdp.sharding.weight_formats import WeightFormat
 from megatron_fsdp.wrap.shard_unit import KnownSpecs, ModuleEvents, Ranks, finish, shard_unit
 
@@ -149,9 +149,10 @@ def finish_in_place(roots: Sequence[nn.Module], options: EngineOptions, mode: Sy
     device = next(plan.device for unit in units for plan in unit.group_plans)
     ranks = Ranks(device=device, meshes=meshes, reaching_all=groups_reaching_all(meshes))
     memory = replace(options.memory, slots=options.memory.slots + _depth(by_path) - 1)
+    named = (each for path, root in by_path.items() for each in root.named_parameters(path, remove_duplicate=False))
     engine = finish(
         units,
-        UnitPlan(specs, "one call per unit", _aliases(by_path)),
+        UnitPlan(specs, "one call per unit", aliases_in(named)),
         by_path,
         ranks,
         replace(options, memory=memory),
@@ -183,13 +184,6 @@ def _located(roots: Mapping[str, nn.Module], mode: SyncMode) -> tuple[tuple[Unit
         )
         units.append(unit)
     return tuple(units), tuple(specs)
-
-
-def _aliases(roots: Mapping[str, nn.Module]) -> tuple[tuple[str, str], ...]:
-    """Return further and canonical names of tied parameters."""
-    first: dict[int, str] = {}
-    named = [each for path, root in roots.items() for each in root.named_parameters(path, remove_duplicate=False)]
-    return tuple((name, known) for name, param in named if (known := first.setdefault(id(param), name)) != name)
 
 
 def _depth(roots: Mapping[str, nn.Module]) -> int:
