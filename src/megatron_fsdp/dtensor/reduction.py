@@ -114,7 +114,47 @@ def largest(parts: torch.Tensor, groups: Groups) -> torch.Tensor:
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 
-class ReducedScalar(torch.Tensor):
+class WholeScalar(torch.Tensor):
+    """A scalar that every rank has whole, such as the total norm of gradients: plain, but for what DTensors offer.
+
+    Any operation on it gives a plain tensor.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the scalar as a plain tensor, for code that expects a DTensor."""
+        return self.clone()
+
+    def to_local(self) -> torch.Tensor:
+        """Return the scalar as a plain tensor, for code that expects a DTensor."""
+        return self.clone()
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.full_tensor(), format_spec)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.full_tensor())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return memo.setdefault(id(self), self.detach().clone())
+
+
+class StackedNorms(torch.Tensor):
+    """Norms of sharded tensors in one plain tensor; its own norm, as torch's clipping takes it, is a `WholeScalar`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        is_total = func in (torch.linalg.vector_norm, torch.norm) and found.ndim == 0
+        return found.as_subclass(WholeScalar) if is_total else found
+
+
+class ReducedScalar(WholeScalar):
     """A reduced scalar, the same on every rank; any operation on it gives a plain tensor.
 
     Every rank puts the number into a loss of its own, so its gradient differs between ranks: `unite` makes one gradient
@@ -147,24 +187,8 @@ class ReducedScalar(torch.Tensor):
             self.register_hook(self.unite)  # type: ignore[no-untyped-call]  # torch's own, without hints
             self.unite = None
 
-    def full_tensor(self) -> torch.Tensor:
-        """Return the scalar as a plain tensor, for code that expects a DTensor."""
-        return self.clone()
-
-    def to_local(self) -> torch.Tensor:
-        """Return the scalar as a plain tensor, for code that expects a DTensor."""
-        return self.clone()
-
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ReducedScalar({self.value.item()})"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().clone().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return memo.setdefault(id(self), self.detach().clone())
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -178,7 +202,7 @@ class ReducedScalar(torch.Tensor):
         for number in numbers:
             number._is_used()
         if func is torch.ops.aten.stack.default and not any(number.ndim for number in numbers):
-            return func(_values_to_stack(args[0]), *args[1:], **kwargs)
+            return func(_values_to_stack(args[0]), *args[1:], **kwargs).as_subclass(StackedNorms)
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
 
