@@ -7,10 +7,30 @@ import unicodedata
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 _NOT_THE_USER = (__name__.partition(".")[0], "torch", "dataclasses", "contextlib", "functools")
 """Top-level modules whose frames are skipped: ours, and those through which users call us (`with`, decorators)."""
+
+
+@dataclass(frozen=True)
+class DoorWords:
+    """The remedies that messages of the engine name, in the words of the interface by which a model was sharded."""
+
+    reset: str = "reset() on the model"  # to call after an exception
+    join: str = "one that has nothing to compute with a unit calls model.join(unit, hidden) in its place"
+    optimizer: str = (
+        "hand model and optimizer to fully_shard together, or build the optimizer on model.parameters() after the "
+        "model is sharded"
+    )
+    sync: str = (  # of gradients that nothing has reduced
+        "(no_sync, or sync_model_each_microbatch=False), so nothing was updated; connect it with "
+        "fully_shard_optimizer or DistributedOptimizer, or call finish_grad_sync first"
+    )
+
+
+WRAPPER_WORDS = DoorWords()
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning, *, is_first: bool | None = None) -> None:

@@ -1,7 +1,10 @@
 """PyTorch's `fully_shard` on our engine, beside torch's own and one process on the whole batch."""
 
 import copy
+import io
+import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,11 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron_fsdp.describe import describe
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.engine.engine import engine_of_module
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, ScheduleError
 from megatron_fsdp.fsdp2 import FSDPModule, fully_shard, install, register_fsdp_forward_method
 from tests.support.on_ranks import fixed_seed, on_ranks
@@ -176,6 +181,39 @@ def test_tensor_parallel_parameters_are_one_process() -> None:
     assert_same(train(model, True, data_ranks=2), train(build(), False))
 
 
+@pytest.mark.parametrize("factor", [None, 4.0])
+@on_ranks(4)
+def test_a_second_mesh_in_a_unit_is_that_of_torch(factor: float | None) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    experts = FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0)
+
+    def place(param: nn.Parameter) -> ShardPlacementResult | None:
+        return ShardPlacementResult(Shard(0), experts) if hasattr(param, "is_expert") else None
+
+    noted = []
+    for by in (fully_shard, torch_fully_shard):
+        model = build()
+        for block in model.blocks:
+            with torch.no_grad():
+                block.mlp.up.weight.mul_(1 + dist.get_rank() % 2)  # other ranks hold other experts
+            block.mlp.up.weight.is_expert = True
+            by(block, shard_placement_fn=place)
+            if factor is not None:
+                block.set_gradient_divide_factor(factor)
+                block.set_force_sum_reduction_for_comms(True)  # gloo has no other sum for torch's
+        by(model)
+        of_experts = [block.mlp.up.weight for block in model.blocks]
+        assert {param.device_mesh.size() for param in of_experts} == {2}
+        optimizer, trained = sgd(model), []
+        for batch in (make_token_batch(SAMPLES, torch.Generator().manual_seed(seed)) for seed in range(3)):
+            optimizer.zero_grad()
+            token_loss(model, batch.part(dist.get_rank(), 4)).backward()
+            trained += [whole(param.grad) for param in model.parameters()]
+            optimizer.step()
+        noted.append([*trained, *map(whole, model.parameters())])
+    assert_same(*noted)
+
+
 @on_ranks(2)
 def test_the_sum_is_divided_by_the_given_factor() -> None:
     model = shard(build())
@@ -188,6 +226,39 @@ def test_the_sum_is_divided_by_the_given_factor() -> None:
         token_loss(reference, batch.part(part, 2)).backward()
     for param, wanted in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), wanted.grad)
+
+
+def ring() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize("mesh", [ring, hybrid])
+@on_ranks(4)
+def test_the_total_norm_is_read_as_that_of_torch_and_as_a_plain_one(
+    order: float, mesh: Callable[[], DeviceMesh]
+) -> None:
+    model, source = shard(build(), mesh=mesh()), build()
+    for each in (model, source):
+        batch = make_token_batch(SAMPLES, torch.Generator().manual_seed(7))
+        token_loss(each, batch.part(dist.get_rank(), 4) if each is model else batch).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=order)
+    wanted = nn.utils.clip_grad_norm_(source.parameters(), 0.1, norm_type=order)
+    assert type(norm.full_tensor()) is Tensor
+    for found in (norm, norm.full_tensor(), norm.item(), float(norm), norm.numpy(), norm + 0, pickle_of(norm)):
+        torch.testing.assert_close(torch.as_tensor(found), wanted, rtol=1e-6, atol=0)
+    assert f"{norm:.3f} {norm}" == f"{norm.item():.3f} {norm.item()}"
+    dist.all_reduce(norm)  # as pipeline schedules do
+    torch.testing.assert_close(norm.item(), 4 * wanted.item())
+    assert_same([whole(p.grad) for p in model.parameters()], [p.grad for p in source.parameters()])
+
+
+def pickle_of(value: Tensor) -> Tensor:
+    """What a file of it gives back; torch reads classes of its own only."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 # ---- the time before the first forward ------------------------------------------------------------------------------
@@ -312,6 +383,58 @@ def test_reset_goes_on_after_an_exception() -> None:
     assert_same(train(model, True), train(build(), False))
     with pytest.raises(RuntimeError, match="root"):
         model.blocks[0].reset_iter_state()
+
+
+@on_ranks(2)
+def test_messages_name_the_calls_of_this_interface() -> None:
+    model = shard(build())
+    before, tokens = sgd(model), torch.zeros(1, 4, dtype=torch.long)
+    handle = model.blocks[1].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(tokens).sum().backward()
+    handle.remove()
+    with pytest.raises(ScheduleError, match=r"call reset_iter_state\(\) on the root module after an exception"):
+        model(tokens)
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(False)
+    model(tokens).sum().backward()
+    with (
+        pytest.warns(UserWarning, match=r"call set_requires_gradient_sync\(True\)")
+        if dist.get_rank() == 0
+        else nullcontext()
+    ):
+        before.step()
+    model = build()
+    before = sgd(model)
+    shard(model)(tokens).sum().backward()
+    with pytest.raises(ConfigurationError, match=r"build the optimizer on model.parameters\(\) after fully_shard"):
+        before.step()
+
+
+@on_ranks(2)
+def test_cleared_gradients_free_their_memory_at_once() -> None:
+    model, tokens = shard(build()), torch.zeros(1, 4, dtype=torch.long)
+    optimizer = sgd(model)
+
+    def step() -> tuple[int, int]:
+        """The bytes of main gradients before and after the step; and those of the parameters, which are float32."""
+        model(tokens).sum().backward()
+        optimizer.step()
+        return held(), sum(param.to_local().nbytes for param in model.parameters())
+
+    def held() -> int:
+        return sum(group.gradients.main.held_bytes for group in engine_of_module(model).groups())
+
+    for clear in (lambda: optimizer.zero_grad(), lambda: model.zero_grad()):
+        taken, owned = step()
+        assert taken >= owned > 0
+        clear()
+        assert held() == 0
+    step()
+    kept = model.head.weight.grad
+    optimizer.zero_grad()
+    assert held() == 0  # the memory of what was kept is the program's
+    assert kept.full_tensor().any()
 
 
 class Branch(nn.Module):

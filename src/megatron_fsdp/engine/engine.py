@@ -38,7 +38,7 @@ from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup, agree_on_amaxes
 from megatron_fsdp.engine.schedule import Action, Operation, Scheduler, SyncScope
 from megatron_fsdp.engine.unit import StructureCheck, Unit
-from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.errors import ConfigurationError, DoorWords, ScheduleError
 from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.units import ROOT_UNIT, UnitPlan
 
@@ -111,8 +111,8 @@ def live_engine(reference: weakref.ref[Engine]) -> Engine:
 
 def _deleted() -> ScheduleError:
     return ScheduleError(
-        "this module was sharded, and the MegatronFSDP object that owned its parameters has been deleted; keep the "
-        "object that fully_shard returned for as long as the module is used"
+        "this module was sharded, and the object that owned its parameters (MegatronFSDP, or the outermost module that "
+        "was sharded in place) has been deleted; keep it for as long as the module is used"
     )
 
 
@@ -145,6 +145,7 @@ class Engine:
     rank_meshes: tuple[RankMesh, ...]  # of all groups, the same on all ranks and in one order
     reaching_all: tuple[dist.ProcessGroup | None, ...]  # groups that together reach every rank of the model
     structure: StructureCheck  # finds parameters that join the model later
+    words: DoorWords  # of remedies, in messages
     expert_names: ExpertNames  # over all ranks
     # With a queue of weight gradients that wait for the end of backward, all gradients stay where autograd puts
     # them until then: units are filled and reduced there, one after another.
@@ -160,12 +161,13 @@ class Engine:
     def __post_init__(self) -> None:
         options = self.options
         self.observers = self.executor.observers
+        self.observers.words = self.words
         self._check_of_sums = next((each for each in self.gradient_checks if each.sees_sums), None)
         self.keeps_gradients = options.megatron_fsdp_cuda_graph_mode
         self._was_captured = False  # there is a graph that may be replayed at any time
         # Apart for each: the ranks that share a dense parameter hold different experts.
         self._usage = {
-            rank_mesh: UsageAgreement(rank_mesh, self.device, options.find_unused_parameters)
+            rank_mesh: UsageAgreement(rank_mesh, self.device, options.find_unused_parameters, self.words.join)
             for rank_mesh in self.rank_meshes
         }
         self._modes = {id(unit.mode): unit.mode for unit in self.units}.values()
@@ -233,12 +235,12 @@ class Engine:
         elif self.scheduler.in_backward and torch._C._current_graph_task_id() == -1:  # autograd executes nothing
             raise ScheduleError(
                 "a forward began while the previous backward had not ended, so that backward must have failed; "
-                "call reset() on the model after an exception and go on with the next batch"
+                f"call {self.words.reset} after an exception and go on with the next batch"
             )
         if self.executor.is_broken:
             raise ScheduleError(
                 "communication of an earlier forward or backward failed, so its weights are not what they should be; "
-                "call reset() on the model on every rank and go on with the next batch"
+                f"call {self.words.reset} on every rank and go on with the next batch"
             )
         self.executor.run(self.scheduler.forward_begins(unit_index))
         # See Note [Weights of other units]: only now, since the operations may have resharded any unit.

@@ -653,9 +653,11 @@ class UsageAgreement:
         rank_mesh: The ranks.
         device: Where the flags travel.
         always: Ask at every sync, also after all parameters were used once.
+        join: The remedy for a rank without data.
     """
 
-    def __init__(self, rank_mesh: RankMesh, device: torch.device, always: bool) -> None:
+    def __init__(self, rank_mesh: RankMesh, device: torch.device, always: bool, join: str) -> None:
+        self._join = join
         self._group = rank_mesh.group
         self._foreign_groups = rank_mesh.foreign_groups
         self._device = device
@@ -691,9 +693,8 @@ class UsageAgreement:
         if highest != -minus_lowest:
             raise ScheduleError(
                 "ranks gathered or reduced different units, so weights or gradients of different units were mixed; "
-                "every rank has to call the same units in the same order, and one that has nothing to compute with a "
-                "unit calls model.join(unit, hidden) in its place; MFSDP_VERIFY_RANKS=1 names the first "
-                "difference (mfsdp docs debugging)"
+                f"every rank has to call the same units in the same order, and {self._join}; MFSDP_VERIFY_RANKS=1 "
+                "names the first difference (mfsdp docs debugging)"
             )
         used = [bool(flag) for flag in found]
         self.is_known = all(used) and not self.never_knows

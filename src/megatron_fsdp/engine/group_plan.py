@@ -499,6 +499,7 @@ class ModelSharding:
     experts: Sharding | None = None  # None where they are sharded as everything else
     weight_formats: Mapping[str, WeightFormat] = field(default_factory=dict)  # by canonical name
     lookups: frozenset[str] = frozenset()  # canonical names of what `looked_up` finds
+    apart: Mapping[str, Sharding] = field(default_factory=dict)  # by canonical name, of those with ranks of their own
 
     @property
     def options(self) -> EngineOptions:
@@ -543,6 +544,8 @@ class ModelSharding:
 
     def of(self, name: str, param: torch.Tensor) -> Sharding:
         """Return the sharding of a parameter."""
+        if name in self.apart:
+            return self.apart[name]
         return self.experts if self.experts is not None and self.is_expert(name, param) else self.dense
 
     @property

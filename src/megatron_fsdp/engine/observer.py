@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.engine.memory import Block
 from megatron_fsdp.engine.schedule import Action
-from megatron_fsdp.errors import MegatronFSDPError
+from megatron_fsdp.errors import WRAPPER_WORDS, MegatronFSDPError
 
 
 class Phase(Enum):
@@ -128,6 +128,7 @@ class Observers:
     def __init__(self) -> None:
         self.watching: tuple[Observer, ...] = ()  # in the order in which they were added
         self.active = False  # the truth of this object as an attribute, for code that runs for every gradient
+        self.words = WRAPPER_WORDS
         self._next = 0
         self._computing: list[int] = []  # the unit whose backward computes, if any
         self.steps = 0  # how often weights have been installed while there were observers
@@ -230,9 +231,8 @@ class Observers:
 
 _HANG_ADVICE = (
     "ranks that call different units end so (over gloo one is aborted, in words of gloo alone): every rank has to call "
-    "the same units in the same order, and one that has nothing to compute with a unit calls "
-    "model.join(unit, hidden) instead; if a rank has raised an error of its own, see what it printed; if one is "
-    "missing, MFSDP_HANG_LOG=DIR names it and what it does, and MFSDP_VERIFY_RANKS=1 finds the first difference "
+    "the same units in the same order, and {join}; if a rank has raised an error of its own, see what it printed; if "
+    "one is missing, MFSDP_HANG_LOG=DIR names it and what it does, and MFSDP_VERIFY_RANKS=1 finds the first difference "
     "between ranks (mfsdp docs debugging)"
 )
 
@@ -253,7 +253,7 @@ def explain(error: BaseException, where: str, observers: Observers) -> None:
         error.add_note(where)
         return
     explanations = observers.explanations()
-    words = [where, *explanations] if explanations else [f"{where}; {_HANG_ADVICE}"]
+    words = [where, *explanations] if explanations else [f"{where}; {_HANG_ADVICE.format(join=observers.words.join)}"]
     error.args = ("\n".join([*words, str(error)]), *error.args[1:])
     error.__explained__ = True  # type: ignore[attr-defined]
 

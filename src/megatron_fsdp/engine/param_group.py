@@ -527,14 +527,18 @@ class ParameterGroup:
         # No view: it would keep the buffer object alive and share its version counter, so that in-place gathers into
         # the rest of the buffer would count as changes of the parameter.
         param = UnevenDTensor.as_parameter(shard.data, self.shard_specs[index], original.requires_grad)
+        hooks = list((original._post_accumulate_grad_hooks or {}).values())
         if id(original) in objects:  # which an optimizer may hold already
             swap_tensors(objects[id(original)], param)
             param = objects[id(original)]
+            # Hooks stay with the object. Autograd finds them at the tensor beneath, where assignment puts them.
+            param._backward_hooks, hooks = param._backward_hooks, []
+            param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
         # Marks of the user have to survive, such as Megatron's `allreduce` and `sequence_parallel`.
         param.__dict__.update(original.__dict__)
         if original.requires_grad:
             self._watch(param, index)
-            for hook in (original._post_accumulate_grad_hooks or {}).values():
+            for hook in hooks:
                 param.register_post_accumulate_grad_hook(hook)  # called once the gradient is reduced
         return param
 

@@ -430,13 +430,14 @@ class StructureCheck:
                     continue
                 if any(param.requires_grad and id(param) not in known_params for param in child.parameters()):
                     what = f"a {type(child).__name__} with trainable parameters"
-                    raise _refusal(f"{name}.{attribute}".lstrip("."), what)
+                    raise joined_late(f"{name}.{attribute}".lstrip("."), what)
             for attribute, param in parameters.items():
                 if param is not None and id(param) not in known_params and param.requires_grad:
-                    raise _refusal(f"{name}.{attribute}".lstrip("."), "a parameter")
+                    raise joined_late(f"{name}.{attribute}".lstrip("."), "a parameter")
 
 
-def _refusal(name: str, what: str) -> ConfigurationError:
+def joined_late(name: str, what: str) -> ConfigurationError:
+    """Make the error about trainable parameters that joined the model after sharding."""
     return ConfigurationError(
         f"{name} is {what} that was put there after the model was sharded, so every rank would train its own copy; "
         "change the model before fully_shard, or freeze what is added"

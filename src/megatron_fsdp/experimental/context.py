@@ -17,10 +17,24 @@ from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions, Us
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.schedule import SyncMode
-from megatron_fsdp.errors import ScheduleError, warn_caller
-from megatron_fsdp.wrap.in_place import KnownPlans, finish_in_place, outermost_units, unit_of, units_inside
+from megatron_fsdp.errors import DoorWords, ScheduleError, warn_caller
+from megatron_fsdp.wrap.in_place import (
+    WITHOUT_JOIN,
+    KnownPlans,
+    finish_in_place,
+    outermost_units,
+    unit_of,
+    units_inside,
+)
 
 _OPEN: ContextVar[FsdpContext | None] = ContextVar("fully_shard_context", default=None)
+
+
+_WORDS = DoorWords(
+    reset="reset() of the fully_shard_context",
+    join=WITHOUT_JOIN,
+    optimizer="build the optimizer on the parameters of the modules after fully_shard",
+)
 
 
 class FsdpContext:
@@ -90,7 +104,7 @@ class FsdpContext:
         memory = MemoryOptions(allocator=WeightAllocator.RESIZE)
         if self.use_symmetric_memory:
             memory = MemoryOptions(user_buffers=UserBufferOptions(), is_persistent=True)
-        engine = finish_in_place(roots, EngineOptions(memory=memory), self.at_once)
+        engine = finish_in_place(roots, EngineOptions(memory=memory), self.at_once, _WORDS)
         self._engine = weakref.ref(engine)
         for handle in self._refusals:
             handle.remove()

@@ -7,21 +7,34 @@ are gathered, unit by unit, and cut again as the engine's buffers are.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import swap_tensors
+from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.axis import Axis
-from megatron_fsdp.engine.group_plan import TensorParallelPart, local_part
+from megatron_fsdp.dtensor.expert_names import described
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.engine.group_plan import Sharding, TensorParallelPart, local_part
 from megatron_fsdp.engine.unit import Owner
 from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.formats.tensor_extensions import extension_format, tensor_extension_of
 from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.weight_formats import WeightFormat
+
+# Note [State dicts from before the first forward]
+#
+# A state dict of torch's FSDP2 shows the memory of the parameters, and programs keep one for a whole run (torchtitan
+# saves from it). So its tensors follow: a hook notes them, weakly, and when the parameter is cut again, each becomes
+# the new shard, as the parameter itself does, by `swap_tensors`.
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,52 @@ class EvenParameter:
     owners: tuple[Owner, ...]
     part: TensorParallelPart | None  # how tensor parallelism cut it before
     shape: torch.Size  # of this rank's tensor-parallel part
+    sharding: Sharding
+    shown: list[weakref.ref[DTensor]] = field(default_factory=list)  # in state dicts
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    def follow_state_dicts(self) -> None:
+        """Register hooks on its modules: state dicts keep sharing its memory, and may hold the shards of a model."""
+        for owner in self.owners:
+            module = owner.module()
+            assert module is not None
+            note, recut = (partial(hook, owner.attribute) for hook in (self._note_shown, self._recut_loaded))
+            self.handles.append(module.register_state_dict_post_hook(note))
+            self.handles.append(module.register_load_state_dict_pre_hook(recut))
+
+    def _note_shown(
+        self, attribute: str, _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any
+    ) -> None:
+        value: Any = state_dict.get(prefix + attribute)
+        if isinstance(value, DTensor) and value is not self.held:
+            self.shown[:] = [each for each in self.shown if each() is not None]
+            self.shown.append(weakref.ref(value))
+
+    def _recut_loaded(
+        self, attribute: str, _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any
+    ) -> None:
+        """Cut the shard of a model that has run as torch does; collective, as reading the tensor is."""
+        value, held = state_dict.get(prefix + attribute), self.held
+        if isinstance(value, UnevenDTensor) and isinstance(held, DTensor):
+            whole = value.full_tensor()
+            state_dict[prefix + attribute] = distribute_tensor(
+                whole, held.device_mesh, held.placements, src_data_rank=None
+            )
+
+    def take_aliases(self) -> tuple[list[DTensor], bool]:
+        """Forget the tensors of state dicts that share its memory, and return them; and if others share it, too."""
+        if not self.handles:  # it was cut at once
+            return [], False
+        memory = local_part(self.held).untyped_storage()
+        alive = [tensor for reference in self.shown if (tensor := reference()) is not None]
+        found = [each for each in alive if local_part(each).untyped_storage()._cdata == memory._cdata]
+        self.shown.clear()  # `swap_tensors` refuses tensors with weak references
+        for handle in self.handles:
+            handle.remove()
+        # Its own tensor, and `memory`; a part of a larger memory is that of a file, say.
+        own = 2 + len(found)
+        is_whole = 0 < memory.nbytes() == local_part(self.held).nbytes
+        return found, is_whole and torch._C._storage_Use_Count(memory._cdata) > own
 
     @property
     def held(self) -> nn.Parameter:
@@ -41,34 +100,39 @@ class EvenParameter:
             raise ScheduleError(f"{self.name} was removed after fully_shard; change modules before they are sharded")
         return found
 
+    @property
+    def held_ids(self) -> set[int]:
+        """The ids of what its modules hold now."""
+        return {id(owner.parameters.get(owner.attribute)) for owner in self.owners}
+
     def set(self, param: nn.Parameter) -> None:
         """Put a parameter into all modules that share it."""
         for owner in self.owners:
             owner.set(param)
 
-    def gather(self, axis: Axis, device: torch.device) -> nn.Parameter:
-        """Return the whole parameter as modules held it before `fully_shard`. Collective over the axis."""
+    def gather(self) -> nn.Parameter:
+        """Return the whole parameter as modules held it before `fully_shard`. Collective over the inner axis."""
         held = self.held
         if not isinstance(held, DTensor):
             return held
         local = local_part(held)
         if self.shape:
-            local = _gathered_rows(local.to(device), self.shape, axis)
+            axis = self.sharding.rank_mesh.axes[-1]
+            local = _gathered_rows(local.to(self.sharding.device), self.shape, axis)
         whole = local if self.part is None else self.part.wrap(local)
         made = nn.Parameter(whole.detach(), requires_grad=held.requires_grad)
         made.__dict__.update(held.__dict__)
-        for hook in (held._post_accumulate_grad_hooks or {}).values():
-            made.register_post_accumulate_grad_hook(hook)
         return made
 
-    def extension_format(self, mesh: RankMesh) -> tuple[int, WeightFormat] | None:
+    def extension_format(self) -> tuple[int, WeightFormat] | None:
         """Return the id of a tensor extension and the format of its bytes; None for any other; may communicate."""
         owner = self.owners[0].module()
         extension = None if owner is None else tensor_extension_of(self.name, self.held, owner)
         if extension is None:
             return None
-        sharding = mesh.described_mesh if mesh.described_mesh.ndim == 1 else mesh.described_mesh[mesh.names[-1]]
-        return id(self.held), extension_format(extension, self.held, sharding)
+        mesh = self.sharding.rank_mesh
+        inner = mesh.described_mesh if mesh.described_mesh.ndim == 1 else mesh.described_mesh[mesh.names[-1]]
+        return id(self.held), extension_format(extension, self.held, inner)
 
 
 def even_shard(
@@ -100,6 +164,12 @@ def even_shard(
     )
     made.__dict__.update(param.__dict__)
     return made
+
+
+def become_shard(aliases: Sequence[DTensor], param: nn.Parameter) -> None:
+    """Make the tensors of state dicts aliases of the parameter, which was cut again."""
+    for alias in aliases:
+        swap_tensors(alias, described(param.detach()))
 
 
 def _gathered_rows(rows: torch.Tensor, shape: Sequence[int], axis: Axis) -> torch.Tensor:

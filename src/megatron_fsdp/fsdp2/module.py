@@ -108,7 +108,7 @@ class ShardedModule(FSDPModule):
         if type(factor) not in (int, float) or not factor > 0:
             raise ConfigurationError(f"the gradient divide factor {factor!r} is no number above 0; give one")
         state = self._get_fsdp_state()
-        state.sharding = with_factor(state.sharding, factor)
+        state.divisor = factor
         for group in state.unit.groups if state.unit is not None else ():
             group.change_sharding(lambda sharding: with_factor(sharding, factor))
 
@@ -121,6 +121,12 @@ class ShardedModule(FSDPModule):
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Ignore the hint: gradients missing on some ranks count as zero; one missing on all ranks stays None."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients as `nn.Module` does, and free their memory."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        if (engine := self._get_fsdp_state().engine) is not None:
+            engine.release_gradients()
 
     def reset_iter_state(self) -> None:
         """Go on after an exception inside of a forward or backward; gradients that were on their way are dropped.

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
@@ -57,7 +58,8 @@ def fully_shard(
             accelerator if there is one.
         reshard_after_forward: Free full parameters after forward, or keep them until the backward is over. None: free
             them, but those of the root. A number of ranks counts as True.
-        shard_placement_fn: Its `Shard(dim)` are noted: flat buffers need no other dimension against padding.
+        shard_placement_fn: Its `Shard(dim)` are noted: flat buffers need no other dimension against padding. A
+            `ShardPlacementResult` gives a parameter another mesh, as for experts.
         mp_policy: torch's policy: dtypes of compute, reduction and results, and whether inputs are cast.
         offload_policy: `CPUOffloadPolicy()` keeps weights, gradients and optimizer state in host memory.
         ignored_params: Parameters that stay as they are.
@@ -69,7 +71,7 @@ def fully_shard(
     Raises:
         ConfigurationError: The module was sharded already, shares a parameter with one that was, is a container
             without a forward, or an argument is out of range (a ValueError). Nothing has changed then.
-        NotSupportedYetError: A parameter has a mesh of its own, or `dp_mesh_dims` is given (a NotImplementedError).
+        NotSupportedYetError: A parameter would be replicated only, or `dp_mesh_dims` is given (a NotImplementedError).
     """
     modules: list[nn.Module] = [module] if isinstance(module, nn.Module) else list(module)
     for each in modules:
@@ -87,27 +89,34 @@ def fully_shard(
     _check_mesh(mesh)
     ignored = frozenset(map(id, ignored_params or ()))
     owned = list(_owned(modules, ignored))
-    _check_placements(shard_placement_fn, [param for _, param, _ in owned])
-    plans = MeshPlans.of(mesh, _tensor_parallel(param for _, param, _ in owned))
-    sharding = _sharding(plans, mp_policy, offload_policy, resolve_device(None, mesh.device_type))
+    meshes = _meshes(shard_placement_fn, [param for _, param, _ in owned], mesh)
+    tensor_parallel = _tensor_parallel(param for _, param, _ in owned)
+    plans, *own_plans = (MeshPlans.of(each, tensor_parallel) for each in (mesh, *meshes))
+    sharding, *shardings = (
+        _sharding(each, mp_policy, offload_policy, resolve_device(None, mesh.device_type))
+        for each in (plans, *own_plans)
+    )
     rests = not _has_extensions(owned, plans, sharding)  # else cut at once: their classes say how
     resting = torch.device("cpu") if sharding.options.offload else sharding.device
     reshards = _checked_reshard(reshard_after_forward, plans.mesh.axes[-1].num_ranks)
     parts = [part_of(name, param, plans.mesh.tensor_parallel) for name, param, _ in owned]
     shards = [
-        even_shard(param, part, plans.mesh, resting) if rests else param
-        for (_, param, _), part in zip(owned, parts, strict=True)
+        even_shard(param, part, own.rank_mesh, resting) if rests else param
+        for (_, param, _), part, own in zip(owned, parts, shardings, strict=True)
     ]
     # Nothing can fail from here on.
     params = [
-        EvenParameter(name, owners, part, local_part(param).shape)
-        for (name, param, owners), part in zip(owned, parts, strict=True)
+        EvenParameter(name, owners, part, local_part(param).shape, own)
+        for (name, param, owners), part, own in zip(owned, parts, shardings, strict=True)
     ]
     for even, shard, (name, param, _) in zip(params, shards, owned, strict=True):
         if shard is not param:
             mark_replaced(name, param)
             even.set(shard)
-    state = ShardState(modules, params, _inner_states(modules), plans, sharding, mp_policy, reshards, ignored)
+            even.follow_state_dicts()
+    left_out = list(_places_of(ignored, modules))
+    all_plans = (plans, *own_plans)
+    state = ShardState(modules, params, _inner_states(modules), all_plans, sharding, mp_policy, reshards, left_out)
     for each in modules:
         _move_buffers(each, sharding.device)
         for inside in each.modules():
@@ -185,6 +194,14 @@ def _owned(modules: list[nn.Module], ignored: frozenset[int]) -> Iterator[tuple[
     return ((name, param, tuple(owners.values())) for name, param, owners in found.values())
 
 
+def _places_of(ids: frozenset[int], modules: list[nn.Module]) -> Iterator[Owner]:
+    """Iterate over the places of parameters: other objects may be put there, as from the meta device."""
+    for part in (part for each in modules for part in each.modules()):
+        for attribute, param in part._parameters.items():
+            if id(param) in ids:
+                yield Owner.of(part, attribute)
+
+
 def _check_parameter(name: str, param: nn.Parameter) -> None:
     if (taken := replaced_name(param)) is not None:
         raise ConfigurationError(
@@ -226,24 +243,43 @@ def _tensor_parallel(params: Iterator[nn.Parameter]) -> DeviceMesh | None:
     return next((param.device_mesh for param in params if isinstance(param, DTensor)), None)
 
 
-def _check_placements(choose: Callable[[nn.Parameter], Any] | None, params: list[nn.Parameter]) -> None:
-    placements = [choose(param) for param in params] if choose is not None else []
-    for placement, param in zip(placements, params, strict=choose is not None):
-        if placement is not None and not isinstance(placement, Shard):
-            raise NotSupportedYetError(
-                f"shard_placement_fn returned a {type(placement).__name__}, which gives a parameter ranks of its own; "
-                "shard the module that holds it by a call with another mesh"
-            )
-        if placement is not None and not -param.ndim <= placement.dim < param.ndim:
+def _meshes(
+    choose: Callable[[nn.Parameter], Any] | None, params: list[nn.Parameter], mesh: DeviceMesh
+) -> list[DeviceMesh]:
+    """Return the data-parallel mesh of each parameter."""
+    placements, meshes = [], []
+    for param in params:
+        placement: Any = None if choose is None else choose(param)
+        own = mesh
+        if isinstance(placement, _PLACEMENT_AND_MESH):
+            placement, own = placement.placement, _mesh_of(placement.mesh_info)
+        if placement is not None and not (isinstance(placement, Shard) and -param.ndim <= placement.dim < param.ndim):
             raise ConfigurationError(
-                f"shard_placement_fn returned {placement} for a parameter of shape {tuple(param.shape)}; give one of "
-                "its dimensions"
+                f"shard_placement_fn returned {placement} for a parameter of shape {tuple(param.shape)}; give Shard of "
+                "one of its dimensions, a ShardPlacementResult, or None"
             )
+        placements.append(placement)
+        meshes.append(own)
     if any(placement is not None and placement.dim for placement in placements):
         warn_caller(
             "shard_placement_fn has no effect here: parameters are parts of flat buffers, whose padding does not "
             "depend on a dimension"
         )
+    return meshes
+
+
+_PLACEMENT_AND_MESH: Any = getattr(_fsdp_common, "ShardPlacementResult", ())  # newer than the oldest torch allowed
+
+
+def _mesh_of(info: object) -> DeviceMesh:
+    """Return the mesh of torch's `FSDPMeshInfo`, or `HSDPMeshInfo`."""
+    if not isinstance(info, _fsdp_common.FSDPMeshInfo) or info.shard_mesh_dim != info.mesh.ndim - 1:
+        raise NotSupportedYetError(
+            f"shard_placement_fn gave a parameter ranks by a {type(info).__name__}; give FSDPMeshInfo(mesh, 0), or "
+            "HSDPMeshInfo(mesh, 1, 0) of a mesh (replicate, shard)"
+        )
+    _check_mesh(info.mesh)
+    return info.mesh
 
 
 def _sharding(

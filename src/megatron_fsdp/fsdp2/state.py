@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -32,12 +32,12 @@ from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.hooks import is_compiled_in_place, uncompiled
 from megatron_fsdp.engine.schedule import SyncMode
-from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.errors import ScheduleError
-from megatron_fsdp.fsdp2.even import EvenParameter
+from megatron_fsdp.engine.unit import Owner, Unit, joined_late
+from megatron_fsdp.errors import ConfigurationError, DoorWords, ScheduleError, warn_caller
+from megatron_fsdp.fsdp2.even import EvenParameter, become_shard
 from megatron_fsdp.optim.state_dict import cut_state
 from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all, rank_mesh_of
-from megatron_fsdp.wrap.in_place import KnownPlans, finish_in_place, shard_in_place
+from megatron_fsdp.wrap.in_place import WITHOUT_JOIN, KnownPlans, finish_in_place, shard_in_place
 
 
 @dataclass(eq=False)
@@ -65,6 +65,15 @@ INSTALLED = "torch.distributed.fsdp.fully_shard is that of megatron_fsdp.fsdp2, 
 """The sentence of the log and of `describe()` while `install()` is active."""
 
 
+_WORDS = DoorWords(
+    reset="reset_iter_state() on the root module",
+    join=WITHOUT_JOIN,
+    optimizer="build the optimizer on model.parameters() after fully_shard",
+    sync="(set_requires_gradient_sync(False)), so nothing was updated; call set_requires_gradient_sync(True) before "
+    "the last backward of a step",
+)
+
+
 class ShardState:
     """The state of one `fully_shard` call, which its modules share.
 
@@ -75,11 +84,11 @@ class ShardState:
         modules: The modules of the call.
         params: Their parameters.
         inner: States of the sharded modules inside.
-        plans: What calls over the same ranks share.
+        plans: What calls over the same ranks share; then for the ranks of each parameter.
         sharding: Ranks, placements, dtypes and gradient factor.
         policy: Dtypes of inputs and outputs.
         reshard_after_forward: None: unless the module is the root.
-        ignored: Ids of parameters that stay as they are.
+        ignored: The places of parameters that stay as they are.
     """
 
     def __init__(
@@ -87,20 +96,22 @@ class ShardState:
         modules: list[nn.Module],
         params: list[EvenParameter],
         inner: list[ShardState],
-        plans: MeshPlans,
+        plans: Sequence[MeshPlans],
         sharding: Sharding,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
-        ignored: frozenset[int],
+        ignored: Sequence[Owner],
     ) -> None:
         self.params = params
-        self.plans, self.sharding = plans, sharding
+        self.plans, *self._other_plans = plans  # all are kept, so that the next call finds them
+        self.sharding = sharding
         self.reshard_after_forward, self.reshard_after_backward = reshard_after_forward, True
         self.mode = SyncMode()
+        self.divisor: float | None = None  # of the sum of gradients over all ranks; None: their number
         self.unit: Unit | None = None  # once it is cut into buffers
         self.is_finished = False  # from the first forward of its tree on
         self.number = next(_NUMBERS)
-        self._ignored = ignored
+        self._ignored = list(ignored)
         self._mp_policy = policy
         self._modules = [weakref.ref(module) for module in modules]
         self._around: weakref.ref[ShardState] | None = None
@@ -153,15 +164,14 @@ class ShardState:
     @torch.inference_mode(False)
     def _finish(self) -> Engine:
         states = list(self._all_states())
-        meshes = tuple({id(state.plans): state.plans.mesh for state in states}.values())
+        shardings = [each for state in states for each in (state.sharding, *(even.sharding for even in state.params))]
+        meshes = tuple({id(each.rank_mesh): each.rank_mesh for each in shardings}.values())
         for rank_mesh in meshes:
             connect_all_ranks(rank_mesh)
         with all_agree("sharding modules", groups_reaching_all(meshes)) as facts:
-            facts |= {
-                f"parameter {each.name} of call {number}": f"{tuple(each.held.shape)} {each.held.dtype}"
-                for number, state in enumerate(states)
-                for each in state.params
-            }
+            for path, state in self._named_states():
+                facts |= state._facts(path or "the root")
+            self._check_structure(states)
             meta = [each.name for state in states for each in state.params if each.held.is_meta]
             if meta:
                 raise ScheduleError(
@@ -176,7 +186,7 @@ class ShardState:
             # As in torch, what no rank has used has no gradient, instead of zeros by which momentum would move it.
             find_unused_parameters=True,
         )
-        engine = finish_in_place(self.modules, options, SyncMode())
+        engine = finish_in_place(self.modules, options, SyncMode(), _WORDS)
         if vars(fsdp)["fully_shard"] is not torch_fully_shard:
             engine.config_notes = (INSTALLED,)
         for state in states:
@@ -184,28 +194,90 @@ class ShardState:
             state._after_finish()
         return engine
 
+    def _facts(self, path: str) -> dict[str, str]:
+        """List what all ranks must have in common."""
+        facts = {
+            "reshard_after_forward": str(self.reshard_after_forward),
+            "mp_policy": str(self._mp_policy),
+            "offload_policy": str(self.sharding.options.offload),
+        }
+        params = {each.name: f"{tuple(each.held.shape)} {each.held.dtype}" for each in self.params}
+        return {
+            **{f"parameter {name} of {path}": value for name, value in params.items()},
+            **{f"{name} of {path}": value for name, value in facts.items()},
+        }
+
+    def _check_structure(self, states: Sequence[ShardState]) -> None:
+        """Raise for a trainable parameter that joined the tree after `fully_shard`; frozen ones stay as they are."""
+        known = {key for state in states for key in state._ignored_ids()}
+        for state in states:
+            known.update(state.unit.group_and_index if state.unit is not None else ())
+        names: dict[int, str] = {}
+        for each in (each for state in states for each in state.params):
+            if (first := names.setdefault(id(each.held), each.name)) != each.name:
+                raise ConfigurationError(
+                    f"{each.name} became one parameter with {first} after fully_shard; tie parameters before, and "
+                    "shard the modules that share them by one call"
+                )
+        for path, module in _named_modules(self.modules):
+            for attribute, param in module._parameters.items():
+                if param is not None and id(param) not in known and id(param) not in names:
+                    if param.requires_grad:
+                        raise joined_late(f"{path}.{attribute}".lstrip("."), "a parameter")
+                    for state in states:
+                        state._ignored.append(Owner.of(module, attribute))
+
+    def _ignored_ids(self) -> frozenset[int]:
+        return frozenset(id(owner.parameters.get(owner.attribute)) for owner in self._ignored)
+
     def shard(self) -> None:
         """Cut the parameters into the engine's buffers, once; even shards stay the same objects. Collective."""
         if self.unit is not None:
             return
-        objects = {}
+        apart, objects, aliases, shared = {}, {}, dict[int, list[DTensor]](), list[str]()
         for each in self.params:
             held = each.held
-            whole = each.gather(self.plans.mesh.axes[-1], self.sharding.device)
+            aliases[id(held)], is_shared = each.take_aliases()
+            shared += [each.name] * is_shared
+            whole = each.gather()
+            if each.sharding is not self.sharding:
+                apart[id(whole)] = self._divided(each.sharding)
             if whole is not held:
                 objects[id(whole)] = held
                 each.set(whole)
         grads = {id(held): held.grad for held in objects.values() if held.grad is not None}
-        formats = dict(filter(None, (each.extension_format(self.plans.mesh) for each in self.params)))
-        unit = shard_in_place(self.modules, self.sharding, self.mode, self.plans.known, self._ignored, objects, formats)
+        formats = dict(filter(None, (each.extension_format() for each in self.params)))
+        unit = shard_in_place(
+            self.modules,
+            self._divided(self.sharding),
+            self.mode,
+            self.plans.known,
+            self._ignored_ids(),
+            objects,
+            formats,
+            apart,
+        )
         unit.stays_gathered = self.reshard_after_forward is False
         for key, grad in grads.items():
             group, index = unit.group_and_index[key]
             full = grad.full_tensor() if isinstance(grad, DTensor) else grad
             group.sharded[index].grad = group.shard_like(index, full)
+        for key, tensors in aliases.items():
+            group, index = unit.group_and_index[key]
+            become_shard(tensors, group.sharded[index])
+        if shared:
+            warn_caller(
+                f"tensors of this program share memory with {shared[0]} and {len(shared) - 1} more parameters, which "
+                "are cut again now; these tensors keep the values from before: take detach(), data or to_local() of a "
+                "parameter after the first forward, or clone() to keep its values",
+                is_first=True,  # each for its own
+            )
         self.unit = unit
         self.params.clear()
         _unfinished().discard(self)
+
+    def _divided(self, sharding: Sharding) -> Sharding:
+        return sharding if self.divisor is None else with_factor(sharding, self.divisor)
 
     def _after_finish(self) -> None:
         self.keep_gathered()
@@ -316,13 +388,16 @@ class ShardState:
         return list(self.root._all_states())
 
     def _all_states(self) -> Iterator[ShardState]:
+        return (state for _, state in self._named_states())
+
+    def _named_states(self) -> Iterator[tuple[str, ShardState]]:
+        """Iterate over the states of the tree, each with the path of its first module."""
         seen = set()
-        for root in self.modules:
-            for module in root.modules():
-                state = state_of(module)
-                if state is not None and id(state) not in seen:
-                    seen.add(id(state))
-                    yield state
+        for path, module in _named_modules(self.modules):
+            state = state_of(module)
+            if state is not None and id(state) not in seen:
+                seen.add(id(state))
+                yield path, state
 
     @property
     def _fsdp_param_groups(self) -> list[ParameterGroupHandle]:
@@ -346,7 +421,7 @@ def _unfinished() -> WeakSet[ShardState]:
 
     def before_step(optimizer: torch.optim.Optimizer, *_unused: Any) -> None:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]} if states else set()
-        waiting = [state for state in states if any(id(each.held) in held for each in state.params)]
+        waiting = [state for state in states if any(not held.isdisjoint(each.held_ids) for each in state.params)]
         for state in sorted(waiting, key=lambda state: state.number):  # in one order on all ranks
             if not state.is_finished:
                 state.finished()
@@ -381,6 +456,12 @@ def set_state(module: nn.Module, state: ShardState) -> None:
 
 _STATE = "_fsdp2_state"
 _NUMBERS = itertools.count()  # calls are the same on all ranks, in one order
+
+
+def _named_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Iterate over the modules of roots by path, which begins with a number where there are several."""
+    for number, root in enumerate(roots):
+        yield from root.named_modules(prefix=str(number) if len(roots) > 1 else "")
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

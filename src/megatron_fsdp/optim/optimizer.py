@@ -698,7 +698,7 @@ def connect_with_hooks(optimizer: Optimizer, engines: Sequence[Engine], describe
 
 def watch_optimizers(engine: Engine) -> None:
     """Check each step of optimizers that are not connected, and report it to an engine, for as long as it lives."""
-    _watchers()[engine] = OptimizerCheck()
+    _watchers()[engine] = OptimizerCheck(engine.words)
 
 
 @functools.cache
@@ -709,6 +709,7 @@ def _watchers() -> weakref.WeakKeyDictionary[Engine, OptimizerCheck]:
     """
     watchers: weakref.WeakKeyDictionary[Engine, OptimizerCheck] = weakref.WeakKeyDictionary()
     seen: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
+    frees: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before_step(optimizer: Optimizer, *_unused: Any) -> None:
         for engine in tuple(watchers):
@@ -725,7 +726,27 @@ def _watchers() -> weakref.WeakKeyDictionary[Engine, OptimizerCheck]:
                 check.check_parameters(optimizer)
                 check.warn_of_unreduced(optimizer, engine)
                 engine.note_step(optimizer)
+        if optimizer not in frees:
+            frees.add(optimizer)
+            if any(id(param) in engine.group_and_index for engine in watchers for param in params_of(optimizer)):
+                _free_at_zero_grad(optimizer, watchers)
 
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
     return watchers
+
+
+def _free_at_zero_grad(optimizer: Optimizer, engines: Iterable[Engine]) -> None:
+    """Have `zero_grad` of an optimizer that is not connected free main gradients, as it frees gradients of torch's."""
+    if "zero_grad" in vars(optimizer):
+        return  # connected, or the program's own; then the next forward frees them
+    owner, original = weakref.ref(optimizer), type(optimizer).zero_grad
+
+    @functools.wraps(original)
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        if (alive := owner()) is not None:
+            original(alive, *args, **kwargs)
+            for engine in tuple(engines):
+                engine.release_gradients()
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.engine.engine import Engine, live_engine
-from megatron_fsdp.errors import ConfigurationError, warn_caller
+from megatron_fsdp.errors import ConfigurationError, DoorWords, warn_caller
 
 
 class Step:
@@ -117,7 +117,8 @@ def replaced_name(param: Tensor) -> str | None:
 class OptimizerCheck:
     """Checks of the optimizers that step beside one model: for those whose steps train nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: DoorWords) -> None:
+        self._words = words
         self._right: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._has_warned = False
 
@@ -135,8 +136,7 @@ class OptimizerCheck:
             if param.grad is None and param.requires_grad:
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} holds {replaced_name(param)} in {where} as it was before the model "
-                    "was sharded, where no gradient comes, so its steps train nothing; hand model and optimizer to "
-                    "fully_shard together, or build the optimizer on model.parameters() after the model is sharded"
+                    f"was sharded, where no gradient comes, so its steps train nothing; {self._words.optimizer}"
                 )
 
     def warn_of_unreduced(self, optimizer: Optimizer, engine: Engine) -> None:
@@ -153,8 +153,7 @@ class OptimizerCheck:
             self._has_warned = True
             warn_caller(
                 f"{type(optimizer).__name__} stepped while all gradients of its parameters wait for their reduction "
-                "(no_sync, or sync_model_each_microbatch=False), so nothing was updated; connect it with "
-                "fully_shard_optimizer or DistributedOptimizer, or call finish_grad_sync first"
+                f"{self._words.sync}"
             )
 
 

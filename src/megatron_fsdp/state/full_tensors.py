@@ -123,8 +123,8 @@ def check_between_steps(engine: Engine, what: str) -> None:
     engine.refuse_open_pass(what)
     if engine.scheduler.in_forward or engine.scheduler.in_backward:
         raise ScheduleError(
-            f"{what} inside a forward or backward (or after one that failed); do so between steps, and call reset() on "
-            "the model after an exception"
+            f"{what} inside a forward or backward (or after one that failed); do so between steps, and call "
+            f"{engine.words.reset} after an exception"
         )
 
 

@@ -20,12 +20,17 @@ from megatron_fsdp.engine.engine import OWNED_ENGINE, Engine
 from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, looked_up, plan_unit, with_offload
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import WRAPPER_WORDS, ConfigurationError, DoorWords
 from megatron_fsdp.optim.step import replaced_name
 from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all
 from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, aliases_in, parameter_owners
 from megatron_fsdp.sharding.weight_formats import WeightFormat
 from megatron_fsdp.wrap.shard_unit import KnownSpecs, ModuleEvents, Ranks, finish, shard_unit
+
+WITHOUT_JOIN = (
+    "one that has nothing to compute with a unit calls it with any input and adds 0 times the result to its loss"
+)
+"""The remedy for ranks without data, where a model has no method for it."""
 
 _UNIT = "_fsdp_unit"  # in the dictionary of a module that owns it
 
@@ -52,6 +57,7 @@ def shard_in_place(
     ignored: frozenset[int] = frozenset(),
     objects: Mapping[int, nn.Parameter] = MappingProxyType({}),
     formats: Mapping[int, WeightFormat] = MappingProxyType({}),
+    apart: Mapping[int, Sharding] = MappingProxyType({}),
 ) -> Unit:
     """Shard the parameters that modules own together, as one unit, on this rank alone.
 
@@ -66,6 +72,7 @@ def shard_in_place(
         ignored: Ids of parameters that stay as they are.
         objects: By the id of an original the parameter that becomes the sharded one, as of `shard_unit`.
         formats: By the id of an original the weight format in which it is gathered.
+        apart: By the id of an original its sharding, where that is another one.
 
     Raises:
         ConfigurationError: A parameter belongs to another unit, too, is lazy, or has a dtype that is not sharded.
@@ -75,8 +82,9 @@ def shard_in_place(
     paths = {"": modules[0]} if len(modules) == 1 else {str(index): each for index, each in enumerate(modules)}
     owned = _owned_parameters(tree, ignored)
     _check_parameters(owned, label)
-    by_name = {name: formats[id(param)] for name, param in owned.items() if id(param) in formats}
-    model = ModelSharding(sharding, weight_formats=by_name, lookups=looked_up(tree))
+    formats_here = {name: formats[id(param)] for name, param in owned.items() if id(param) in formats}
+    apart_here = {name: apart[id(param)] for name, param in owned.items() if id(param) in apart}
+    model = ModelSharding(sharding, weight_formats=formats_here, lookups=looked_up(tree), apart=apart_here)
     plans = with_offload([plan_unit(owned, tuple(paths), model, known.plans)], sharding.options.offload)[0]
     unit = shard_unit(label, paths, plans, owned, parameter_owners(tree), mode, known.specs, objects=objects)
     for module in modules:
@@ -128,13 +136,16 @@ def units_inside(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
             yield path, module, unit
 
 
-def finish_in_place(roots: Sequence[nn.Module], options: EngineOptions, mode: SyncMode) -> Engine:
+def finish_in_place(
+    roots: Sequence[nn.Module], options: EngineOptions, mode: SyncMode, words: DoorWords = WRAPPER_WORDS
+) -> Engine:
     """Make the engine of modules that were sharded in place, and hand it to them. Collective.
 
     Args:
         roots: The outermost sharded modules, in the order in which a forward calls them.
         options: The options of the model.
         mode: The switches of an empty root unit, where there are several roots.
+        words: Remedies, as the interface calls them.
 
     Raises:
         ConfigurationError: Ranks have sharded different units, or in different ways.
@@ -157,6 +168,7 @@ def finish_in_place(roots: Sequence[nn.Module], options: EngineOptions, mode: Sy
         ranks,
         replace(options, memory=memory),
         events=ModuleEvents(),
+        words=words,
     )
     for root in roots:
         for _, module, _ in units_inside(root):

@@ -34,7 +34,7 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ScheduleConfig, Scheduler, SyncMode
 from megatron_fsdp.engine.unit import Owner, StructureCheck, Unit
 from megatron_fsdp.engine.weight_quantizer import WeightQuantizer
-from megatron_fsdp.errors import ConfigurationError, warn_caller
+from megatron_fsdp.errors import WRAPPER_WORDS, ConfigurationError, DoorWords, warn_caller
 from megatron_fsdp.formats.fp8_linear import Fp8Quantizer, emulation_note
 from megatron_fsdp.formats.tensor_extensions import ExtensionQuantizer, tensor_extension_of
 from megatron_fsdp.hang.watch import log_if_asked
@@ -172,6 +172,7 @@ def finish(
     events: ModuleEvents,
     expert_names: ExpertNames | None = None,
     delayed: DelayedGradients | None = None,
+    words: DoorWords = WRAPPER_WORDS,
 ) -> Engine:
     """Make the engine of sharded units: memory, scheduler, executor, hooks, and what watches it. Collective.
 
@@ -184,6 +185,7 @@ def finish(
         events: The source of the engine's events.
         expert_names: Names of experts in checkpoints of all ranks.
         delayed: The queue of weight gradients that are computed at the end of backward.
+        words: Remedies, as the interface calls them.
     """
     held = [unit.index for unit in units if unit.stays_gathered]
     plan = plan_memory(options.memory, options.reduces_early, [unit.group_plans for unit in units], held)
@@ -208,6 +210,7 @@ def finish(
         rank_meshes=ranks.meshes,
         reaching_all=ranks.reaching_all,
         structure=StructureCheck(roots, units),
+        words=words,
         expert_names=ExpertNames() if expert_names is None else expert_names,
         delayed=delayed,
         gradient_checks=_gradient_checks(units, ranks, options),

@@ -1,0 +1,183 @@
+"""The time between `fully_shard` and the first forward: who shares memory, who joins, what ranks compare."""
+
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.fsdp2 import fully_shard
+from tests.fsdp2.test_fully_shard import SAMPLES, assert_same, build, sgd, shard, train, whole
+from tests.support.on_ranks import fixed_seed, on_ranks, refusal
+from tests.support.zoo import TinyTransformer, make_token_batch, token_loss
+
+
+def backward(model: Any) -> None:
+    batch = make_token_batch(SAMPLES, torch.Generator().manual_seed(7))
+    token_loss(model, batch.part(dist.get_rank(), dist.get_world_size())).backward()
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(3)
+def test_state_dicts_from_before_show_the_memory_of_the_parameters() -> None:
+    model, plain = shard(build(tied=True)), build(tied=True)
+    kept = [model.state_dict(), get_model_state_dict(model), {"block": model.blocks[1].state_dict()}["block"]]
+    copies = {name: value.clone() for name, value in kept[0].items()}
+    train(model, True)
+    train(plain, False)
+    wanted = {**plain.state_dict(), **plain.blocks[1].state_dict()}
+    for state_dict in kept:
+        for name, value in state_dict.items():
+            torch.testing.assert_close(value.full_tensor(), wanted[name])
+    with torch.no_grad():
+        kept[0]["norm.weight"].fill_(3)
+    assert (whole(model.norm.weight) == 3).all()
+    model.load_state_dict(copies)  # a copy is none of it
+    assert_same([*map(whole, model.parameters())], [*build(tied=True).parameters()], rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_other_aliases_from_before_are_warned_of() -> None:
+    model = shard(build())
+    alias = model.head.weight.detach()
+    with pytest.warns(UserWarning, match=r"share memory with .*Linear.weight and 0 more.*clone\(\)"):
+        backward(model)
+    assert whole(alias).equal(build().head.weight)
+    model = shard(build())
+    copies = [param.detach().clone() for param in model.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        backward(model)
+    del alias, copies
+
+
+@pytest.mark.parametrize("is_meta", [False, True])
+@on_ranks(3)
+def test_the_shards_of_a_model_that_has_run_are_loaded_before(is_meta: bool) -> None:
+    ran, plain = shard(build()), build()
+    train(ran, True)
+    train(plain, False)
+    with torch.device("meta" if is_meta else "cpu"):
+        model: Any = TinyTransformer()
+    shard(model).load_state_dict(ran.state_dict(), assign=is_meta)
+    assert_same([*map(whole, model.parameters())], [*map(whole, plain.parameters())])
+    assert_same(train(model, True), train(plain, False))
+
+
+# ---- structure ------------------------------------------------------------------------------------------------------
+
+
+def joins(model: Any) -> None:
+    model.extra = nn.Linear(2, 2)
+
+
+def replaces(model: Any) -> None:
+    model.head = nn.Linear(16, 16)
+
+
+def ties(model: Any) -> None:
+    model.head.weight = model.tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (joins, r"extra.weight is a parameter that was put there after"),
+        (replaces, r"head.weight is a parameter that was put there after"),
+        (ties, r"became one parameter with .*tokens.weight after fully_shard"),
+    ],
+)
+@on_ranks(2)
+def test_trainable_parameters_that_join_are_refused_by_name(change: Any, words: str) -> None:
+    model = shard(build())
+    change(model)
+    assert re.search(words, refusal(lambda: backward(model), error=ConfigurationError))
+
+
+@on_ranks(2)
+def test_frozen_parameters_that_join_stay_as_they_are() -> None:
+    model = shard(build())
+    model.extra = nn.Linear(2, 2).requires_grad_(False)
+    backward(model)
+    assert type(model.extra.weight) is nn.Parameter
+    assert isinstance(model.head.weight.grad, DTensor)
+
+
+@on_ranks(2)
+def test_ignored_parameters_may_come_from_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = TinyTransformer()
+    shard(model, ignored_params={model.head.weight})
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.1)
+    backward(model)
+    assert not isinstance(model.head.weight, DTensor)
+
+
+@on_ranks(2)
+def test_hooks_from_before_are_called_once_and_can_be_removed() -> None:
+    model, reference = shard(build()), build()
+    seen: list[str] = []
+    for each in (model, reference):
+        weight = each.head.weight
+        after = weight.register_post_accumulate_grad_hook(lambda _: seen.append("after"))
+        before = weight.register_hook(lambda _: seen.append("before"))
+        for _ in range(2):
+            backward(each)
+        assert seen == ["before", "after"] * 2
+        after.remove()
+        before.remove()
+        backward(each)
+        (each.head.weight**2).sum().backward()  # autograd's own gradient of the shard
+        assert len(seen) == 4
+        seen.clear()
+    batch = make_token_batch(SAMPLES, torch.Generator().manual_seed(7))
+    wanted = build()
+    for part in range(2):
+        (token_loss(wanted, batch.part(part, 2)) * 3 / 2).backward()
+    (wanted.head.weight**2).sum().backward()
+    torch.testing.assert_close(model.head.weight.grad.full_tensor(), wanted.head.weight.grad)
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def settings() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "reshard_after_forward of blocks.1 is None on rank 0, True on rank 1", {"reshard_after_forward": True}
+    yield "mp_policy of blocks.1", {"mp_policy": MixedPrecisionPolicy(output_dtype=torch.float64)}
+    yield "offload_policy of blocks.1", {"offload_policy": CPUOffloadPolicy()}
+
+
+@on_ranks(2)
+def test_ranks_with_other_settings_hear_of_it_once() -> None:
+    for words, options in settings():
+        model: Any = build()
+        fully_shard(model.blocks[1], **(options if dist.get_rank() else {}))
+        fully_shard(model)
+        told = refusal(lambda model=model: backward(model), error=ConfigurationError)
+        assert words in told
+        assert "give the same on every rank" in told
+
+
+@on_ranks(2)
+def test_only_optimizers_of_a_model_wait_for_it() -> None:
+    with fixed_seed(0):
+        broken, other = shard(build()), nn.Linear(2, 2)
+    mine = sgd(broken)
+    broken.head.weight = None
+    other(torch.ones(2)).sum().backward()
+    sgd(other).step()
+    with pytest.raises(ScheduleError, match="weight was removed after fully_shard"):
+        mine.step()
