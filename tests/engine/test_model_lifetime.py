@@ -82,7 +82,7 @@ def test_parameters_refer_to_their_model_weakly_and_the_inner_module_misses_it()
         del model
         with pytest.raises(ReferenceError):
             param._megatron_fsdp_model.data_parallel_sharding_strategy  # noqa: B018
-    with pytest.raises(ScheduleError, match="the object that owned its parameters .* has been deleted; keep"):
+    with pytest.raises(ScheduleError, match=r"the object that owned its parameters .* has been deleted; keep"):
         inner(torch.ones(2, 5))
 
 
