@@ -390,8 +390,8 @@ def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt
         ConfigurationError: It has no parameters, or holds one that is not sharded, or several models and experts.
     """
     from megatron_fsdp.optim.chained import members_of
-    from megatron_fsdp.optim.optimizer import check_connected, connect_with_hooks, float32_by, route_line
-    from megatron_fsdp.optim.step import Engines, engine_of, params_of
+    from megatron_fsdp.optim.optimizer import Engines, check_connected, connect_with_hooks, float32_by, route_line
+    from megatron_fsdp.optim.step import engine_of, params_of
 
     _check_optimizer(optimizer)
     asked = {"preproc_state_dict_for_dcp_ckpt": str(preproc_state_dict_for_dcp_ckpt)}

@@ -17,13 +17,9 @@ class ExpertNames:
 
     def __init__(self, plan: ExpertPlan | None = None) -> None:
         self.plan = plan  # the experts of all ranks; None where no ranks hold other experts
+        self.is_trivial = plan is None  # every parameter has the same name and shape in a checkpoint
         # of parameters that are saved in another spec, by name on this rank: the spec here and that one
         self.specs: dict[str, tuple[ShardSpec, ShardSpec]] = {}
-
-    @property
-    def is_trivial(self) -> bool:
-        """True if every parameter has the same name and shape in a checkpoint."""
-        return self.plan is None
 
     def name_of(self, name: str) -> str:
         """Return the checkpoint's name of this rank's parameter `name`."""
@@ -48,6 +44,10 @@ class ExpertNames:
             return value
         start, stop = saved.description.part_range()
         return value.narrow(cut.dim, start, stop - start)
+
+
+TRIVIAL_NAMES = ExpertNames()
+"""The names of a model of which no ranks hold other experts."""
 
 
 def _recut(value: Any, old: ShardSpec | None, new: ShardSpec | None) -> Any:

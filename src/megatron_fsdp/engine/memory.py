@@ -83,8 +83,8 @@ class FlatBuffer:
 
 def full_view(layout: Layout, full: torch.Tensor, index: int) -> torch.Tensor:
     """Return tensor `index`, in its own shape, as a view of a full flat buffer (numel,)."""
-    start, stop = layout.tensor_range(index)
-    return full[start:stop].view(layout.shapes[index])
+    start, stop, shape = layout.places[index]
+    return full[start:stop].view(shape)
 
 
 def shard_view(layout: Layout, region: Region, local: torch.Tensor, index: int) -> torch.Tensor:
@@ -95,8 +95,8 @@ def shard_view(layout: Layout, region: Region, local: torch.Tensor, index: int) 
 
 def padding_ranges(layout: Layout) -> tuple[tuple[int, int], ...]:
     """Return the ranges (start, stop) of the full buffer that belong to no tensor."""
-    taken = sorted(layout.tensor_range(index) for index in range(len(layout.shapes)))
-    bounds = [0, *chain.from_iterable((start, stop) for start, stop in taken if start < stop), layout.numel]
+    taken = sorted((start, stop) for start, stop, _ in layout.places if start < stop)
+    bounds = [0, *chain.from_iterable(taken), layout.numel]
     return tuple((start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if start < stop)
 
 

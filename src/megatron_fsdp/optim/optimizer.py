@@ -45,7 +45,6 @@ from megatron_fsdp.optim.local_step import (
 )
 from megatron_fsdp.optim.state_dict import Lost, as_held, as_saved, cut_state, warn_of_thawed, with_blank_state
 from megatron_fsdp.optim.step import (
-    Engines,
     ExchangingStep,
     OptimizerCheck,
     Step,
@@ -155,6 +154,25 @@ def route_line(optimizer: Optimizer, *models: nn.Module) -> str:
 
 SYNC_KEYWORD = "sync_grad_before_optimizer_step"
 INSTALL_KEYWORD = "install_optimized_model_weights"
+
+
+class Engines:
+    """The engines of the models whose parameters one optimizer updates, mostly one; held weakly.
+
+    Iterating raises a ConfigurationError where one of them has been deleted.
+    """
+
+    def __init__(self, engines: Iterable[Engine]) -> None:
+        self._references = [weakref.ref(engine) for engine in engines]
+
+    def __iter__(self) -> Iterator[Engine]:
+        engines = [engine for reference in self._references if (engine := reference()) is not None]
+        if len(engines) < len(self._references):
+            raise ConfigurationError(
+                "the model whose parameters this optimizer updates has been deleted; build a new optimizer for a new "
+                "model"
+            )
+        return iter(engines)
 
 
 class _StepHooks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.dtensor.shard_spec import exclude_from_save
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.errors import warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.chained import ChainedOptimizer, members_of
 from megatron_fsdp.optim.full_tensor.step import steps_owned
-from megatron_fsdp.optim.step import Engines, engine_of, params_of
+from megatron_fsdp.optim.step import engine_of, params_of
 from megatron_fsdp.state.experts import state_as_held, state_as_saved
 from megatron_fsdp.state.state_dict import are_from_file, other_shards, refuse_load
 
@@ -28,7 +29,7 @@ STEP_KEY = "step"
 _BUFFER = "momentum_buffer"
 
 
-def as_saved(engines: Engines, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+def as_saved(engines: Iterable[Engine], optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Describe the chunks of state tensors, which the optimizer itself makes, when they are about to be saved."""
     alive = list(engines)
     for param, number in _numbered(optimizer, state_dict):
@@ -49,7 +50,7 @@ def _numbered(optimizer: Optimizer, state_dict: StateDict) -> list[tuple[Any, An
     return list(zip(params_of(optimizer), numbers, strict=True))
 
 
-def as_held(engines: Engines, lost: Lost, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+def as_held(engines: Iterable[Engine], lost: Lost, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Return the state dict to load instead of a given one: this rank's shards, cut as its parameters.
 
     Shards that this rank does not hold are refused. `lost` becomes the parameters whose state may have been left out.

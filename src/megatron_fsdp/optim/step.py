@@ -1,12 +1,9 @@
-"""One optimizer on shards: the way in which it is stepped, its parameters, the engines of their models, and checks.
-
-An optimizer that holds parameters from before the sharding would train nothing (`OptimizerCheck`).
-"""
+"""One optimizer on shards: the way in which it is stepped, its parameters, and checks of those that it holds."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -79,25 +76,6 @@ def engine_of(param: Tensor) -> Engine:
         ScheduleError: The model has been deleted.
     """
     return live_engine(param._fsdp_engine)  # type: ignore[attr-defined]
-
-
-class Engines:
-    """The engines of the models whose parameters one optimizer updates, mostly one; held weakly.
-
-    Iterating raises a ConfigurationError where one of them has been deleted.
-    """
-
-    def __init__(self, engines: Iterable[Engine]) -> None:
-        self._references = [weakref.ref(engine) for engine in engines]
-
-    def __iter__(self) -> Iterator[Engine]:
-        engines = [engine for reference in self._references if (engine := reference()) is not None]
-        if len(engines) < len(self._references):
-            raise ConfigurationError(
-                "the model whose parameters this optimizer updates has been deleted; build a new optimizer for a new "
-                "model"
-            )
-        return iter(engines)
 
 
 _REPLACED = "_fsdp_replaced"  # on a parameter that sharding has taken out of a module: its name

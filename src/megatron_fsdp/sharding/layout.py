@@ -332,7 +332,13 @@ class Layout:
 
     def tensor_range(self, index: int) -> tuple[int, int]:
         """Return the half-open range of one tensor in the buffer."""
-        return self.offsets[index], self.offsets[index] + self.tensor_numel(index)
+        return self.places[index][:2]
+
+    @functools.cached_property
+    def places(self) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        """For each tensor its half-open range in the buffer, and its shape."""
+        placed = zip(self.offsets, self.shapes, strict=True)
+        return tuple((offset, offset + math.prod(shape), shape) for offset, shape in placed)
 
     def shard_range(self, shard: int) -> tuple[int, int]:
         """Return the half-open range of one shard in the buffer."""

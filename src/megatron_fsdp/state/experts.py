@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.agreement import gather_over
-from megatron_fsdp.dtensor.expert_names import ExpertNames, described
+from megatron_fsdp.dtensor.expert_names import TRIVIAL_NAMES, ExpertNames, described
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
@@ -28,7 +28,7 @@ def find_expert_names(units: Sequence[Unit], experts: RankMesh, mesh: DeviceMesh
     Parameters that would share a name with others in a checkpoint raise when they are saved.
     """
     if mesh is None or not experts.foreign_groups:
-        return ExpertNames()
+        return TRIVIAL_NAMES
     mine = [group for unit in units for group in unit.groups if group.plan.rank_mesh is experts]
     places = [(group, index) for group in mine for index in range(len(group.shard_specs))]
     shapes = {group.names[index]: tuple(group.shard_specs[index].shape) for group, index in places}

@@ -22,7 +22,7 @@ from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.debug.gradient_checks import FiniteCheck, LargeGradientCheck, ReplicaCheck
-from megatron_fsdp.dtensor.expert_names import ExpertNames
+from megatron_fsdp.dtensor.expert_names import TRIVIAL_NAMES, ExpertNames
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import DelayedGradients, Executor, GradientCheck
@@ -170,7 +170,7 @@ def finish(
     options: EngineOptions,
     *,
     events: ModuleEvents,
-    expert_names: ExpertNames | None = None,
+    expert_names: ExpertNames = TRIVIAL_NAMES,
     delayed: DelayedGradients | None = None,
     words: DoorWords = WRAPPER_WORDS,
 ) -> Engine:
@@ -211,7 +211,7 @@ def finish(
         reaching_all=ranks.reaching_all,
         structure=StructureCheck(roots, units),
         words=words,
-        expert_names=ExpertNames() if expert_names is None else expert_names,
+        expert_names=expert_names,
         delayed=delayed,
         gradient_checks=_gradient_checks(units, ranks, options),
         own_groups=ranks.own_groups,

@@ -20,6 +20,7 @@ from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY, EngineOptions, MemoryOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import FOLDER_VARIABLE, resolve_hang_log
+from megatron_fsdp.dtensor.expert_names import TRIVIAL_NAMES
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import (
@@ -169,7 +170,7 @@ def assemble(
                 return finish_in_place([module], options, mode)
             planned = plan_groups(module, plan, sharding, grouping.cut_numel(sharding.dense.rank_mesh.num_ranks))
             units = _shard(module, plan, planned, sharding, mode)
-            experts, expert_names = sharding.experts, None
+            experts, expert_names = sharding.experts, TRIVIAL_NAMES
             if experts is not None:
                 expert_names = find_expert_names(units, experts.rank_mesh, dist_index.expt_device_mesh)
             ranks = Ranks(
