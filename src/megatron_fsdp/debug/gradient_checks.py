@@ -15,8 +15,11 @@ import torch.distributed as dist
 
 from megatron_fsdp.comm.agreement import gather_over
 from megatron_fsdp.comm.axis import has_values
+from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.engine.executor import GradientCheck
+from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, LargeGradientError, NonFiniteGradientError, warn_caller
+from megatron_fsdp.sharding.mesh import RankMesh
 
 _SHOWN = 8
 
@@ -300,3 +303,49 @@ def _sums(grad: torch.Tensor) -> torch.Tensor:
         for index, bits in enumerate(_SIGN_BITS, start=1):
             total[index] += (values * (1 - 2 * ((places * bits >> 15) & 1))).sum()
     return total
+
+
+def make_checks(
+    units: Sequence[Unit],
+    rank_meshes: Sequence[RankMesh],
+    groups: Sequence[dist.ProcessGroup | None],
+    device: torch.device,
+    options: EngineOptions,
+) -> list[GradientCheck]:
+    """Make the checks that were asked for, and that of replicas on tensor-parallel ranks. Collective.
+
+    `groups` together reach every rank of the model; the first of `rank_meshes` is that of dense parameters.
+    """
+    labels = {
+        name: unit.label.strip("()")  # messages put it in parentheses
+        for unit in units
+        for group in unit.groups  # frozen ones too, which may be unfrozen
+        for name in group.names
+    }
+    asked = {FiniteCheck: options.report_nan_in_param_grad, LargeGradientCheck: options.check_for_large_grads}
+    checks: list[GradientCheck] = [kind(labels, groups, device) for kind, is_asked in asked.items() if is_asked]
+    dense = rank_meshes[0]
+    if dense.tensor_parallel_group is not None:
+        checks.append(_replica_check(units, dense.tensor_parallel_group, dense.group, device))
+    return checks
+
+
+def _replica_check(
+    units: Sequence[Unit], group: dist.ProcessGroup, others: dist.ProcessGroup | None, device: torch.device
+) -> ReplicaCheck:
+    """Make the check of parameters that tensor-parallel ranks hold whole; ranks have other experts, left out."""
+    whole = {
+        name: (part, param)
+        for unit in units
+        for found in unit.groups
+        for name, part, param in zip(found.names, found.plan.parts, found.full, strict=True)
+        if part is not None and not part.is_cut and not found.plan.rank_mesh.is_expert
+    }
+    summed_later = ("sequence_parallel", "average_gradients_across_tp_domain")  # Megatron's marks, after backward
+    dtypes = {
+        name: param.dtype
+        for name, (part, param) in whole.items()
+        if part.is_dtensor or not any(getattr(param, mark, False) for mark in summed_later)
+    }
+    warns = [name for name, (part, _) in whole.items() if not part.is_dtensor]
+    return ReplicaCheck(dtypes, group, [others], device, warns)

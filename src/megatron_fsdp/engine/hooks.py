@@ -81,13 +81,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(dict(leaf))
 
 
-def _in_objects(value: Any) -> Iterator[torch.Tensor]:
-    """Iterate over tensors in attributes of the objects in a value, slots included."""
-    for leaf in tree_leaves(value):
-        if not isinstance(leaf, nn.Module):
-            yield from tensors_in(object.__getstate__(leaf))
-
-
 class _UnitModule(NamedTuple):
     """A module of a unit: the unit, its index among the unit's modules, and the graph of its forward."""
 
@@ -121,13 +114,18 @@ def _post_forward(
     outputs: list[torch.Tensor] = []
     computes_gradients = torch.is_grad_enabled()
     if computes_gradients:
-        found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+        found: Iterable[torch.Tensor] = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
         outputs = [tensor for tensor in (*found, *auxiliary) if tensor.requires_grad]
         if has_graph and not outputs:
-            outputs = [tensor for tensor in _in_objects(output) if tensor.requires_grad]
+            # In attributes of returned objects, slots included.
+            objects = (leaf for leaf in tree_leaves(output) if not isinstance(leaf, nn.Module))
+            found = (tensor for each in objects for tensor in tensors_in(object.__getstate__(each)))
+            outputs = [tensor for tensor in found if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # always-called hooks run while the exception is handled
+    # The backward of a plain lookup reads none.
+    reads_weights = not unit.only_looks_up or any(type(tensor.grad_fn).__name__ != _LOOKUP for tensor in outputs)
     with outside_of_transforms():
-        call = engine.post_forward(unit_index, bool(outputs), failed, entry.module_index, _reads_weights(unit, outputs))
+        call = engine.post_forward(unit_index, bool(outputs), failed, entry.module_index, reads_weights)
     if has_graph and not outputs:
         _refuse_opaque(engine, unit_index, (args, kwargs), output)
     for tensor in outputs:
@@ -135,11 +133,6 @@ def _post_forward(
             continue  # not computed by this forward, and its hooks would outlive the call
         tensor.register_hook(partial(_pre_backward, reference, call))
     return output
-
-
-def _reads_weights(unit: Unit, outputs: Sequence[torch.Tensor]) -> bool:
-    """Return True if a unit's backward may read its weights; that of a plain lookup does not."""
-    return not unit.only_looks_up or any(type(tensor.grad_fn).__name__ != _LOOKUP for tensor in outputs)
 
 
 _LOOKUP = "EmbeddingBackward0"

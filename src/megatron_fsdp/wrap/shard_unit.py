@@ -21,11 +21,11 @@ from megatron_fsdp.comm.axis import backend_of, is_simulated
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import EngineOptions
-from megatron_fsdp.debug.gradient_checks import FiniteCheck, LargeGradientCheck, ReplicaCheck
+from megatron_fsdp.debug.gradient_checks import make_checks
 from megatron_fsdp.dtensor.expert_names import TRIVIAL_NAMES, ExpertNames
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.executor import DelayedGradients, Executor, GradientCheck
+from megatron_fsdp.engine.executor import DelayedGradients, Executor
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.hooks import answer_for_sharded_parameters, register_hooks
 from megatron_fsdp.engine.memory import CommunicationPool
@@ -213,7 +213,7 @@ def finish(
         words=words,
         expert_names=expert_names,
         delayed=delayed,
-        gradient_checks=_gradient_checks(units, ranks, options),
+        gradient_checks=make_checks(units, ranks.meshes, ranks.reaching_all, ranks.device, options),
         own_groups=ranks.own_groups,
         user_buffers=user_buffers,
         format_note=emulation_note((group for unit in units for group in unit.groups), ranks.device),
@@ -256,43 +256,6 @@ def _no_capture_reason(ranks: Ranks) -> str:
     groups = [axis.group for rank_mesh in ranks.meshes for axis in rank_mesh.axes]
     waiting = {backend_of(group) for group in groups if group is not None and not is_simulated(group)} - {"nccl"}
     return f"ranks communicate by {', '.join(sorted(waiting))}, which waits on the host" if waiting else ""
-
-
-def _gradient_checks(units: Sequence[Unit], ranks: Ranks, options: EngineOptions) -> list[GradientCheck]:
-    """Make the gradient checks that were asked for, and that of replicas on tensor-parallel ranks. Collective."""
-    labels = {
-        name: unit.label.strip("()")  # messages put it in parentheses
-        for unit in units
-        for group in unit.groups  # frozen ones too, which may be unfrozen
-        for name in group.names
-    }
-    asked = {FiniteCheck: options.report_nan_in_param_grad, LargeGradientCheck: options.check_for_large_grads}
-    checks: list[GradientCheck] = [
-        kind(labels, ranks.reaching_all, ranks.device) for kind, is_asked in asked.items() if is_asked
-    ]
-    group = ranks.meshes[0].tensor_parallel_group
-    if group is not None:
-        checks.append(_replica_check(units, ranks, group))
-    return checks
-
-
-def _replica_check(units: Sequence[Unit], ranks: Ranks, group: dist.ProcessGroup) -> ReplicaCheck:
-    """Make the check of parameters that tensor-parallel ranks hold whole; ranks have other experts, left out."""
-    whole = {
-        name: (part, param)
-        for unit in units
-        for found in unit.groups
-        for name, part, param in zip(found.names, found.plan.parts, found.full, strict=True)
-        if part is not None and not part.is_cut and not found.plan.rank_mesh.is_expert
-    }
-    summed_later = ("sequence_parallel", "average_gradients_across_tp_domain")  # Megatron's marks, after backward
-    dtypes = {
-        name: param.dtype
-        for name, (part, param) in whole.items()
-        if part.is_dtensor or not any(getattr(param, mark, False) for mark in summed_later)
-    }
-    warns = [name for name, (part, _) in whole.items() if not part.is_dtensor]
-    return ReplicaCheck(dtypes, group, [ranks.meshes[0].group], ranks.device, warns)
 
 
 def _warn_of_dtypes(units: Sequence[Unit], ranks: Ranks, options: EngineOptions) -> None:
