@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,7 @@ PURE_BUT_THIN = {"megatron_fsdp.sharding.mesh"}
 """Modules of the pure layers that may know process groups, because holding them is all they do."""
 
 
+@cache
 def layer_of(module: str) -> str:
     """The layer of a dotted module name: its folder, or "front", "base" or "published"."""
     parts = module.split(".")[1:] or ["__init__"]

@@ -91,6 +91,15 @@ def test_the_program_that_records_a_trace_runs(tmp_path: Path) -> None:
     assert re.findall(r"^ +(\d) +(\d) +\d", printed, re.MULTILINE) == [("0", "0"), ("1", "0")]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["torchtitan", "accelerate"])
+def test_examples_of_fsdp2_train_alike_on_torchs_and_on_ours(name: str, tmp_path: Path) -> None:
+    program = str(ROOT / "examples" / f"fsdp2_{name}.py")
+    ours, theirs = (losses(run(tmp_path, 2, program, *words)) for words in ((), ("torch",)))
+    assert len(ours) >= 5
+    assert ours == pytest.approx(theirs, abs=2e-5)
+
+
 def test_what_snippets_import_is_there() -> None:
     for snippet in PROGRAM.finditer("\n".join(page.read_text(encoding="utf-8") for page in PAGES)):
         for node in ast.walk(ast.parse(textwrap.dedent(snippet["code"]))):

@@ -9,6 +9,7 @@ import torch
 
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.cli.plan import planned_run
+from megatron_fsdp.plan.models import PRESETS
 from tests.support.zoo import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, TOWER_FEATURES
 
 pytest.importorskip("transformers")
@@ -85,11 +86,14 @@ def test_what_is_not_the_default_of_the_trainer_becomes_flags(capsys: pytest.Cap
     assert [axis["axis"] for axis in told["traffic_per_step"]] == ["dp_shard", "dp_outer"]
 
 
-def test_weights_in_few_bits_send_and_hold_less(capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_in_few_bits_send_and_hold_less(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Half the bytes of what has two dimensions and is no embedding; transposed codes are as many as gathered ones."""
+    config = {**PRESETS["llama-3.2-1b"], "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    small = (str(tmp_path), *SMALL[1:])
     found = []
     for more in ([], ["fp8"], ["*norm*=none,*=fp8_compute"], ["fp8_compute", "--keep-fp8-transpose-cache"]):
-        asked = ["plan", *SMALL, "--strategy", "3", *(["--weight-format", *more] if more else [])]
+        asked = ["plan", *small, "--strategy", "3", *(["--weight-format", *more] if more else [])]
         assert main([*asked, "--json"]) == 0
         found.append(json.loads(capsys.readouterr().out))
     sent = [told["traffic_per_step"][0]["sent_bytes"] for told in found]
@@ -103,14 +107,14 @@ def test_weights_in_few_bits_send_and_hold_less(capsys: pytest.CaptureFixture[st
         ["*norm*=none", "*=fp8_compute"],
         ["--fp8-param-gather", "--keep-fp8-transpose-cache"],
     ]
-    assert main(["plan", *SMALL, "--weight-format", "fp8"]) == 0
+    assert main(["plan", *small, "--weight-format", "fp8"]) == 0
     assert "gathered as fp8 (*)" in capsys.readouterr().out
-    assert main(["plan", *SMALL, "--strategy", "2", "--weight-format", "fp8"]) == 2
+    assert main(["plan", *small, "--strategy", "2", "--weight-format", "fp8"]) == 2
     assert "is a format of sharded weights, and strategy optim_grads keeps them whole" in capsys.readouterr().err
-    assert main(["plan", *SMALL, "--strategy", "3", "--weight-format", "=fp8"]) == 2
+    assert main(["plan", *small, "--strategy", "3", "--weight-format", "=fp8"]) == 2
     assert "weight format '=fp8' has no pattern before '='" in capsys.readouterr().err
     by_name = ["--strategy", "3", "--weight-format", "*norm*=none,*=fp8_compute", "--keep-fp8-transpose-cache"]
-    assert main(["plan", *SMALL, *by_name, "--json"]) == 0
+    assert main(["plan", *small, *by_name, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["flags"][-6:-4] == ["*norm*=none", "*=fp8_compute"]
     assert any("fully_shard(keep_fp8_transpose_cache=True) keeps these" in note for note in told["workload"]["notes"])
@@ -291,6 +295,10 @@ def test_a_config_and_the_same_said_by_flags_have_one_plan(
     assert by_config["model"]["parameters"] == by_flags["model"]["parameters"]
 
 
+SHORT = ["--strategy 3 --outer 2 --outer-strategy optim --main-params-dtype auto --weight-format fp8"]
+
+
+@pytest.mark.full(short=SHORT)
 @pytest.mark.parametrize(
     "asked",
     [
@@ -353,6 +361,7 @@ def test_gradients_are_cast_where_they_are_offloaded(capsys: pytest.CaptureFixtu
     assert in_bf16["memory"]["away"] == pytest.approx(in_fp32["memory"]["away"] + 2 * numel, rel=0.01)
 
 
+@pytest.mark.full
 def test_the_shortage_of_the_host_stands_in_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", "llama-3-8b", "--ranks", "1", "--machine", "4090", "--recompute", "full"]
     assert main([*args, "--sequence-length", "512"]) == 1

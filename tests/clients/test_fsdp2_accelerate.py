@@ -92,6 +92,7 @@ def program(folder: str, kind: str, loads_on_one: bool) -> tuple[Any, list[torch
     return model, [*noted, *trained.values()]
 
 
+@pytest.mark.full(short=["ram"])
 @pytest.mark.parametrize(
     ("kind", "loads_on_one"), [("llama", False), ("llama", True), ("llama_tied", False)], ids=["plain", "ram", "tied"]
 )

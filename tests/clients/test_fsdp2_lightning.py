@@ -53,6 +53,7 @@ def fit(folder: str, by: Callable[..., Any], epochs: int, saves_shards: bool, re
     return runner
 
 
+@pytest.mark.full(short=["shards"])
 @pytest.mark.parametrize("saves_shards", [True, False], ids=["shards", "one file"])
 @on_ranks(2)
 def test_it_trains_as_one_process_and_shares_checkpoints_with_torch(saves_shards: bool, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What is wrong on one rank only is the same sentence on all, at once: every public call that ends in a collective.
 
-Each entry of the table is such a call, wrong on rank 1. A process group whose limit is ten seconds shows who waits.
+Each entry of the table is such a call, wrong on rank 1. A process group with a limit shows who waits.
 """
 
 import math
@@ -670,7 +670,7 @@ TOLD: dict[str, Call] = {
 
 
 def tell(name: str) -> None:
-    distributed_c10d._set_pg_timeout(LIMIT)
+    distributed_c10d._set_pg_timeout(LIMIT / 3)
     TOLD[name](dist.get_rank() == 1)
 
 

@@ -130,6 +130,8 @@ def test_checkpoints_of_all_doors_load_into_each_other(run_ranks: RunRanks, sour
     wanted = run_ranks(2, saved, source, str(tmp_path))[0]
     assert len(wanted) == 1 + 4 * len(list(Net().parameters()))
     for ranks, door in ((3, "in place"), (3, "wrapped"), (1, "plain")):
+        if door == source:
+            continue  # each door's own tests load what it has saved
         for found in run_ranks(ranks, loaded, door, str(tmp_path), wanted):
             assert found == {key: [] for key in found}, door
 

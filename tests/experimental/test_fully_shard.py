@@ -148,6 +148,7 @@ def assert_like_one_process(
             torch.testing.assert_close(param.full_tensor(), wanted, msg=name)  # type: ignore[attr-defined]
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(4)
@@ -157,6 +158,7 @@ def test_nested_units_are_one_process(strategy: str, microbatches: int) -> None:
     assert_like_one_process(net, reference, context, microbatches)
 
 
+@pytest.mark.full(short=["1-zero-3", "3-zero-1", "3-zero-3"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero-2", "zero-3"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @on_ranks()
@@ -277,6 +279,7 @@ IN_A_WRAPPER: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(short=["zero-1", "zero-3", "hfsdp"])
 @pytest.mark.parametrize("strategy", IN_A_WRAPPER)
 @on_ranks(4)
 def test_the_wrapper_gives_the_same_bits(strategy: str) -> None:

@@ -127,6 +127,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any, bool], object]]] = {
 }
 
 
+@pytest.mark.full(short=[*(f"2-{case}" for case in CASES), "1-plain", "3-accumulation"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @on_ranks()
@@ -135,6 +136,7 @@ def test_training_is_one_process(case: str) -> None:
     assert_same(train(shard(build(), **options), True, before=before), train(build(), False))
 
 
+@pytest.mark.full(short=["all_reduce"])
 @pytest.mark.parametrize("before", [always, sync, all_reduce])
 @on_ranks(4)
 def test_hybrid_meshes_are_one_process(before: Callable[[Any, bool], object]) -> None:

@@ -25,6 +25,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2)
 
 
+@pytest.mark.full(short=["Schedule1F1B"])
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
 @on_ranks(4)
 def test_stages_train_as_one_process(schedule: Any) -> None:

@@ -45,6 +45,7 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
 
 
+@cache
 def own_imports(path: Path) -> list[Import]:
     """What a file below src imports from this package, for type checkers too."""
     found: list[Import] = []

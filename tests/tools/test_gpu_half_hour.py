@@ -20,6 +20,7 @@ def test_the_sections_of_a_part_fit_into_its_time() -> None:
         assert len({section.label for section in sections}) == len(sections)
 
 
+@pytest.mark.full
 def test_a_part_goes_on_after_a_section_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped, runs = Section(gpu_half_hour.alone, 0.01), Section(gpu_half_hour.machine, 1200)
     monkeypatch.setitem(gpu_half_hour.PARTS, 1, (stopped, runs))

@@ -42,7 +42,7 @@ RUNS = {
 }
 
 
-@pytest.mark.full(short=["fails"])
+@pytest.mark.full
 @pytest.mark.parametrize(("text", "found"), RUNS.items(), ids=["passes", "fails", "cannot be imported"])
 def test_the_first_failing_test_is_named(tmp_path: Path, text: str, found: str | None) -> None:
     (tmp_path / "tests").mkdir()

@@ -91,7 +91,7 @@ STEPS = 60
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and ::1
 
 
-@pytest.mark.full(short=["entry0"])
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find ranks and sockets")
 @pytest.mark.parametrize("entry", [("-m", "megatron_fsdp.train"), (str(ROOT / "pretrain_gpt.py"),)])
 def test_ranks_under_torchrun_talk_on_loopback_and_go_on_after_a_kill(entry: tuple[str, ...], tmp_path: Path) -> None:

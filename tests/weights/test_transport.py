@@ -52,6 +52,7 @@ def sync(source: WeightSource, to: StandIn | None, packed_bytes: int = 3000) -> 
     return send(source, to.group, packed_bytes=packed_bytes, **calls)
 
 
+@pytest.mark.full(short=["llama-2-2"])
 @pytest.mark.parametrize(("kind", "num_ranks", "engine_ranks"), [("llama", 2, 2), ("mixtral", 4, 1)])
 @on_ranks()
 def test_an_engine_has_what_files_have_after_every_sync(tmp_path: Path, kind: str, engine_ranks: int) -> None:
@@ -88,6 +89,7 @@ def test_what_does_not_come_stays_stale() -> None:
                 assert served.stale({name: t for name, t in wanted.items() if t is not None}) == stale
 
 
+@pytest.mark.full(short=["faults1"])
 @pytest.mark.parametrize("faults", [{"rejects": 1}, {"dies_after": 9}])
 @on_ranks(3)
 def test_an_engine_that_rejects_or_dies_stops_all_ranks_and_the_next_one_is_complete(faults: dict[str, int]) -> None:
