@@ -161,7 +161,13 @@ def test_moving_to_where_it_is_does_nothing_and_elsewhere_is_refused() -> None:
     model = wrap(3)
     before = weights(model)
     for whole in (model, model.module):
-        for same in (whole.to("cpu"), whole.cpu(), whole.float(), whole.to(torch.device("cpu"), torch.float32)):
+        for same in (
+            whole.to("cpu"),
+            whole.to("cpu:0"),
+            whole.cpu(),
+            whole.float(),
+            whole.to(torch.device("cpu"), torch.float32),
+        ):
             assert same is whole
     for move, target in (
         (model.half, "torch.float16 on cpu"),

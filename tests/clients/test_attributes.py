@@ -1,18 +1,25 @@
 """What clients read from, set on and call of a wrapped model is that of the model inside."""
 
 import inspect
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import fully_shard_model
-from megatron_fsdp.errors import ConfigurationError
-from tests.support.on_ranks import fixed_seed, on_ranks
+from megatron_fsdp.checkpoint.hf import save_hf
+from megatron_fsdp.errors import ConfigurationError, ShardOperationError
+from tests.clients.test_accelerate import started
+from tests.clients.test_fsdp2_trainers import arguments, texts
+from tests.support.language_models import build
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, of_ranks, on_ranks
 from tests.usage.test_hugging_face import UNITS, build_llama
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 def _models(strategy: int = 3) -> tuple[Any, Any]:
@@ -60,6 +67,40 @@ def test_attributes_are_those_of_the_model_inside() -> None:
     assert not hasattr(model, "device_of_its_own")
     model.lm_head = nn.Linear(16, 40)
     assert model.module.lm_head is model.lm_head
+
+
+@on_ranks(2)
+def test_transformers_trainer_takes_it_as_one_process_and_names_the_savers(tmp_path: Path) -> None:
+    folder = of_ranks(str(tmp_path))[0]
+    logs: list[Any] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        for by_torchrun in (False, True):
+            with started(by_torchrun):
+                rows = 2 if by_torchrun else 4
+                changes = {"fsdp": None, "fsdp_config": None, "save_strategy": "no", "label_names": ["labels"]}
+                kind = transformers.TrainingArguments
+                given = arguments(kind, f"{folder}/{dist.get_rank()}", per_device_train_batch_size=rows, **changes)
+                model = inner = build("llama")
+                if by_torchrun:
+                    model = fully_shard_model(inner)
+                trainer = transformers.Trainer(model, given, train_dataset=texts(), eval_dataset=texts())
+                trainer.train()
+                logs.append([entry[name] for entry in trainer.state.log_history for name in LOGGED if name in entry])
+                logs[-1].append(trainer.evaluate()["eval_loss"])
+                savers = [model.save_pretrained, inner.save_pretrained] if by_torchrun else []
+                if savers and dist.get_rank() == 0:  # the only rank that would write
+                    savers.append(trainer.save_model)
+                for save in savers:
+                    with pytest.raises((ConfigurationError, ShardOperationError), match=r"save_hf\(model, folder\)"):
+                        save(f"{folder}/refused")
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4)
+    save_hf(model, f"{folder}/saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/saved", dtype=torch.float32)
+    assert_equal_tensors(dict(again.named_parameters()), model.full_parameters())
+
+
+LOGGED = ("loss", "grad_norm")
 
 
 class NamedAsTheWrapper(nn.Module):

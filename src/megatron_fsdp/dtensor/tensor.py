@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -417,22 +418,27 @@ def _checked(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     @functools.wraps(apply)
     def run(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         check_conversion(self.parameters(recurse), fn)
-        return apply(self, fn, recurse)
+        return apply(self, lambda each: each if isinstance(each, UnevenDTensor) else fn(each), recurse)
 
     return run
+
+
+_NUMBERS = itertools.count(1)
 
 
 def check_conversion(params: Iterable[torch.Tensor], fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Raise if a function would move or cast sharded parameters, which are views of flat buffers."""
     for dtype, device in {(each.dtype, each.device): None for each in params if isinstance(each, UnevenDTensor)}:
-        given = torch.empty(0, dtype=dtype, device=device)
+        number = next(_NUMBERS)  # bits that no freed memory has
+        given = torch.tensor([number >> bit & 1 for bit in range(32)]).to(device, dtype)
         moved = fn(given)
         if (moved.dtype, moved.device) != (dtype, device):
             raise ConfigurationError(
                 f"a sharded model cannot be moved or cast (from {dtype} on {device} to {moved.dtype} on "
                 f"{moved.device}); do that before fully_shard, or choose dtypes by MixedPrecisionPolicy"
             )
-        if moved.untyped_storage()._cdata != given.untyped_storage()._cdata:  # to_empty, which would do nothing
+        # A copy, such as that of to("cpu:0"), changes nothing; to_empty would.
+        if moved is not given and not torch.equal(moved.view(torch.uint8), given.view(torch.uint8)):
             raise ConfigurationError(
                 f"a sharded model cannot be given other memory (of {dtype} on {device}, by to_empty or a function for "
                 "_apply); do that before fully_shard, which also takes models on the meta device, or write values "
