@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric, unmodified, with sharded models: beside one process, and from 2 ranks to 1."""
+"""Lightning's Trainer and Fabric with our strategies, by name and from YAML: beside one process; from 2 ranks to 1."""
 
 import warnings
 from collections.abc import Iterator
@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.fsdp2.module import ShardedModule
 from tests.conftest import RunRanks
+from tests.fsdp2.test_fully_shard import whole
 from tests.support.on_ranks import fixed_seed, on_ranks
 
 lightning = pytest.importorskip("lightning")
@@ -53,13 +55,16 @@ class Regression(lightning.LightningModule):
         with fixed_seed(0):
             self.blocks = nn.Sequential(Block(), Block())
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
     def training_step(self, batch: Any, _: int) -> Tensor:
-        loss = F.mse_loss(self.blocks(batch[0]), batch[1])
+        loss = F.mse_loss(self(batch[0]), batch[1])
         self.log("loss", loss, sync_dist=True)
         return loss
 
     def validation_step(self, batch: Any, _: int) -> None:
-        self.log("eval_loss", F.mse_loss(self.blocks(batch[0]), batch[1]), sync_dist=True)
+        self.log("eval_loss", F.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -85,106 +90,123 @@ def one_process(steps: int, *, clip: float | None = None) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(param) for name, param in module.named_parameters()}
+
+
 def assert_weights(found: dict[str, Tensor], expected: dict[str, Tensor], prefix: str = "") -> None:
     assert found.keys() == {prefix + name for name in expected}
     for name, value in expected.items():
         torch.testing.assert_close(found[prefix + name], value, rtol=1e-5, atol=1e-6)
 
 
-def trainer(folder: str, strategy: int, **options: Any) -> Any:
-    from megatron_fsdp.contrib.lightning import MegatronFSDPStrategy
+def trainer(folder: str, **options: Any) -> Any:
+    import megatron_fsdp.contrib.lightning  # noqa: F401 - registers the name
 
     return lightning.Trainer(
-        strategy=MegatronFSDPStrategy(zero_dp_strategy=strategy, fsdp_unit_modules=[Block]),
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **{"gradient_clip_val": 0.5, "enable_checkpointing": False, **options},
+        **{
+            "strategy": "megatron_fsdp",
+            "accelerator": "cpu",
+            "devices": dist.get_world_size(),
+            "default_root_dir": folder,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "use_distributed_sampler": False,
+            "enable_checkpointing": False,
+            "gradient_clip_val": 0.5,
+            **options,
+        }
     )
 
 
-def fit(folder: str, strategy: int) -> None:
+def fit(folder: str, epochs: int, resume: str | None = None, **options: Any) -> Any:
     with quiet():
-        runner = trainer(folder, strategy, max_epochs=1)
-        runner.fit(Regression(), data(), data())
-        runner.save_checkpoint(f"{folder}/last.ckpt")
-        assert_weights(runner.model.full_parameters(), one_process(3, clip=0.5), "blocks.")
-        (evaluated,) = runner.validate(runner.lightning_module, data(), verbose=False)
+        module, runner = Regression(), trainer(folder, max_epochs=epochs, **options)
+        runner.fit(module, data(), data(), ckpt_path=resume, **({"weights_only": False} if resume else {}))
+        assert runner.global_step == 3 * epochs
+        assert all(isinstance(each, ShardedModule) for each in (module, *module.blocks))
+        assert_weights(weights_of(module), one_process(3 * epochs, clip=0.5), "blocks.")
+        (evaluated,) = runner.validate(module, data(), verbose=False)
     assert evaluated["eval_loss"] == pytest.approx(float(runner.callback_metrics["eval_loss"]))
-    assert runner.model.dist_index.get_dp_group().size() == 2
+    return runner
 
 
-def fit_on(folder: str, strategy: int) -> None:
+def fit_and_save(folder: str) -> None:
+    runner = fit(folder, 1)
     with quiet():
-        runner = trainer(folder, strategy, max_epochs=2)
-        runner.fit(Regression(), data(), ckpt_path=f"{folder}/last.ckpt")
-        assert runner.global_step == 6
-        assert_weights(runner.model.full_parameters(), one_process(6, clip=0.5), "blocks.")
+        runner.save_checkpoint(f"{folder}/last.ckpt")
 
 
-@pytest.mark.full(short=["3"])
-@pytest.mark.parametrize("strategy", [3, 1])
-def test_trainer_is_as_one_process_and_goes_on_with_other_ranks(
-    run_ranks: RunRanks, tmp_path: Path, strategy: int
-) -> None:
-    run_ranks(2, fit, str(tmp_path), strategy)
-    run_ranks(1, fit_on, str(tmp_path), strategy)
+def go_on(folder: str) -> None:
+    fit(folder, 2, f"{folder}/last.ckpt")
+
+
+def test_trainer_is_as_one_process_and_goes_on_with_other_ranks(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(2, fit_and_save, str(tmp_path))
+    run_ranks(1, go_on, str(tmp_path))
+
+
+@on_ranks(4)
+def test_replicas_are_as_one_process(tmp_path: Path) -> None:
+    from megatron_fsdp.contrib.lightning import MegatronFSDPStrategy
+
+    fit(str(tmp_path), 1, strategy=MegatronFSDPStrategy(fsdp_unit_modules=[Block], num_replicas=2))
 
 
 @on_ranks(2)
-def test_accumulation_communicates_once_and_callbacks_keep_checkpoints(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    best = lightning.pytorch.callbacks.ModelCheckpoint(folder, monitor="loss", save_top_k=1)
+def test_bad_arguments_and_copies_are_one_sentence(tmp_path: Path) -> None:
+    from megatron_fsdp.contrib.lightning import MegatronFSDPStrategy
+
+    averaging = lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.9)
+    for options, message in (
+        ({"strategy": MegatronFSDPStrategy(num_replicas=3)}, r"num_replicas=3 does not divide the 2 ranks"),
+        ({"callbacks": [averaging]}, r"a sharded module cannot be copied"),
+    ):
+        with quiet(), pytest.raises((ConfigurationError, AssertionError), match=message):
+            trainer(str(tmp_path), max_epochs=1, **options).fit(Regression(), data())
+
+
+@on_ranks(2)
+def test_a_yaml_file_gives_its_arguments(tmp_path: Path) -> None:
+    for package in ("jsonargparse", "typeshed_client", "docstring_parser"):
+        pytest.importorskip(package)
+    from lightning.pytorch.cli import LightningCLI
+
+    path = tmp_path / f"settings-{dist.get_rank()}.yaml"
+    path.write_text(
+        f"""
+trainer:
+  strategy:
+    class_path: megatron_fsdp.contrib.lightning.MegatronFSDPStrategy
+    init_args: {{fsdp_unit_modules: [tests.clients.test_lightning.Block], reduce_dtype: float32}}
+  accelerator: cpu
+  devices: {dist.get_world_size()}
+"""
+    )
     with quiet():
-        runner = trainer(
-            folder, 3, max_epochs=2, accumulate_grad_batches=3, enable_checkpointing=True, callbacks=[best]
-        )
-        runner.fit(Regression(), data())
-        assert runner.global_step == 2
-        assert runner.model.traffic().reductions == 2 * len(runner.model.parameter_groups())
-        dist.barrier()  # the first rank removes the checkpoint that is no longer the best
-        assert Path(best.best_model_path).is_dir()
-        assert len(list(Path(folder).glob("*.ckpt"))) == 1
-        runner.validate(runner.lightning_module, data(), ckpt_path=best.best_model_path, verbose=False)
-        with pytest.raises(ConfigurationError, match="another trainer has sharded this Regression; use that trainer"):
-            trainer(folder, 3, max_epochs=1).fit(runner.lightning_module, data())
-        by_hand, runner = Regression(), trainer(folder, 3, max_epochs=1, gradient_clip_val=None)
-        by_hand.automatic_optimization = False
-        with pytest.raises(ConfigurationError, match="Regression sets automatic_optimization=False"):
-            runner.fit(by_hand, data())
-        averaging = lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.9)
-        with pytest.raises(ConfigurationError, match="EMAWeightAveraging copies or masks whole weights"):
-            trainer(folder, 3, max_epochs=1, callbacks=[averaging]).fit(Regression(), data())
+        cli = LightningCLI(Regression, run=False, save_config_callback=None, args=["--config", str(path)])
+    strategy: Any = cli.trainer.strategy
+    assert strategy._unit_modules == [Block]
+    assert strategy._options["mp_policy"].reduce_dtype == torch.float32
 
 
 # ---- Fabric ---------------------------------------------------------------------------------------------------------
 
 
-def fabric_loop(folder: str, first: int, last: int, together: bool) -> None:
-    from megatron_fsdp.contrib.lightning import FabricMegatronFSDPStrategy
+def fabric_loop(folder: str, first: int, last: int) -> None:
+    import megatron_fsdp.contrib.lightning  # noqa: F401 - registers the name
 
     with quiet():
-        fabric: Any = lightning.Fabric(
-            strategy=FabricMegatronFSDPStrategy(fsdp_unit_modules=[Block]),
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-        )
+        fabric: Any = lightning.Fabric(strategy="megatron_fsdp", accelerator="cpu", devices=dist.get_world_size())
         fabric.launch()
-        model: Any = Regression().blocks
-        if together:
-            model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        else:
-            model = fabric.setup(model)
-            optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        model = fabric.setup(Regression().blocks)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
         loader = fabric.setup_dataloaders(data(), use_distributed_sampler=False)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
         state = {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
         if first:
-            assert fabric.load(f"{folder}/fabric", state) == {}
+            fabric.load(f"{folder}/fabric", state)
             assert state["step"] == first
         for step, batch in enumerate(list(loader) * 2):
             if not first <= step < last:
@@ -197,18 +219,10 @@ def fabric_loop(folder: str, first: int, last: int, together: bool) -> None:
             optimizer.zero_grad()
             if step % 3 == 2:
                 schedule.step()
+        assert_weights(weights_of(model.module), one_process(last, clip=0.5))
         fabric.save(f"{folder}/fabric", {**state, "step": last})
-        assert_weights(model._forward_module.full_parameters(), one_process(last, clip=0.5))
-        with pytest.raises(ConfigurationError, match="filter"):
-            fabric.save(f"{folder}/other", state, filter={"model": lambda *_: True})
-        with pytest.raises(ConfigurationError, match="0 sharded models"):
-            fabric.save(f"{folder}/other", {"step": 1})
-        assert not Path(f"{folder}/other").exists()
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["together", "optimizer_later"])
-def test_fabric_is_as_one_process_and_goes_on_with_other_ranks(
-    run_ranks: RunRanks, tmp_path: Path, together: bool
-) -> None:
-    run_ranks(2, fabric_loop, str(tmp_path), 0, 3, together)
-    run_ranks(1, fabric_loop, str(tmp_path), 3, 6, together)
+def test_fabric_is_as_one_process_and_goes_on_with_other_ranks(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(2, fabric_loop, str(tmp_path), 0, 3)
+    run_ranks(1, fabric_loop, str(tmp_path), 3, 6)
