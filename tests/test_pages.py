@@ -92,7 +92,7 @@ def test_the_program_that_records_a_trace_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["torchtitan", "accelerate"])
+@pytest.mark.parametrize("name", ["torchtitan", "accelerate", "trainer"])
 def test_examples_of_fsdp2_train_alike_on_torchs_and_on_ours(name: str, tmp_path: Path) -> None:
     program = str(ROOT / "examples" / f"fsdp2_{name}.py")
     ours, theirs = (losses(run(tmp_path, 2, program, *words)) for words in ((), ("torch",)))

@@ -79,7 +79,6 @@ WITHOUT_ANYTHING: dict[tuple[str, ...], str | None] = {
     ("plan", "cpu-small"): None,  # the trainer's own decoder
     ("python", "from megatron_fsdp import fully_shard, DistributedDataParallel"): None,
     ("python", "from megatron_fsdp.automodel import FSDP2Config"): f"megatron_fsdp.automodel needs {HF}",
-    ("python", "import megatron_fsdp.automodel.trainer"): f"megatron_fsdp.automodel needs {HF}",
 }
 WITHOUT_HF: dict[tuple[str, ...], str | None] = {
     ("train", "--preset", "tiny", "--transformer-impl", "transformers"): f"--transformer-impl transformers needs {HF}",

@@ -12,8 +12,8 @@ import torch.distributed.fsdp
 
 from megatron_fsdp.fsdp2 import FSDPModule, install
 from megatron_fsdp.fsdp2.module import ShardedModule
+from tests.clients.test_accelerate import started
 from tests.clients.test_fsdp2_accelerate import fsdp2_on_cpus, weights_of
-from tests.clients.test_trl import adapters, conversations, tokenizer
 from tests.fsdp2.test_fully_shard import assert_same
 from tests.support.language_models import VOCABULARY, build
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, of_ranks, on_ranks
@@ -21,6 +21,7 @@ from tests.support.on_ranks import assert_equal_tensors, fixed_seed, of_ranks, o
 transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
+peft = pytest.importorskip("peft")
 
 COMMON: dict[str, Any] = {
     "use_cpu": True,
@@ -50,9 +51,32 @@ def arguments(kind: Any, folder: str, **changes: Any) -> Any:
 
 
 def texts() -> Any:
+    """Rows of which every other one has labels that do not count, so that ranks have different numbers of tokens."""
     with fixed_seed(3):
         rows = torch.randint(2, VOCABULARY, (24, 10)).tolist()
-    return datasets.Dataset.from_dict({"input_ids": rows, "labels": rows})
+    labels = [[-100] * (index % 2 * 5) + row[index % 2 * 5 :] for index, row in enumerate(rows)]
+    return datasets.Dataset.from_dict({"input_ids": rows, "labels": labels})
+
+
+def tokenizer() -> Any:
+    """Words are the numbers of their tokens."""
+    from tokenizers import Tokenizer, models
+
+    words = models.WordLevel({str(token): token for token in range(VOCABULARY)}, unk_token="0")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="1", pad_token="1")
+
+
+def conversations() -> Any:
+    """Prompts of which no loss is taken, and completions, of unequal lengths."""
+    with fixed_seed(3):
+        tokens = torch.randint(2, VOCABULARY, (24, 14)).tolist()
+    rows = [row[: 8 + index % 6] for index, row in enumerate(tokens)]
+    masks = [[0] * 3 + [1] * (len(row) - 3) for row in rows]
+    return datasets.Dataset.from_dict({"input_ids": rows, "completion_mask": masks})
+
+
+def adapters() -> Any:
+    return peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "up_proj"])
 
 
 def preferences() -> Any:
@@ -189,3 +213,45 @@ def test_it_trains_evaluates_saves_and_resumes_as_on_torch(name: str, tmp_path: 
     assert not any(isinstance(module, ShardedModule) for module in theirs.modules())
     assert all(isinstance(module, ShardedModule) for module in ours.modules() if isinstance(module, FSDPModule))
     assert_same(found, wanted)
+
+
+def mean_label_logit(found: Any) -> dict[str, float]:
+    """Depends on the order in which the ranks' rows are put together."""
+    labels = torch.tensor(found.label_ids).clamp(min=0)
+    logits = torch.tensor(found.predictions).gather(-1, labels[..., None])[..., 0]
+    return {"logit": float((logits * torch.arange(1, len(labels) + 1)[:, None]).mean())}
+
+
+def best_of(folder: str, with_adapters: bool, **changes: Any) -> Any:
+    """Three steps with an evaluation and a checkpoint after each, and the weights of the one with the highest loss."""
+    model: Any = build("llama")
+    if with_adapters:
+        torch.manual_seed(6)
+        model = peft.get_peft_model(model, adapters())
+    every_step = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    given = arguments(transformers.TrainingArguments, folder, **every_step, greater_is_better=True, **changes)
+    rows = {"train_dataset": texts(), "eval_dataset": texts(), "compute_metrics": mean_label_logit}
+    trainer = transformers.Trainer(model, given, **rows)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.full(short=["model"])
+@pytest.mark.parametrize("with_adapters", [False, True], ids=["model", "adapters"])
+@on_ranks(2)
+def test_its_log_and_its_best_model_are_those_of_one_process(with_adapters: bool, tmp_path: Path) -> None:
+    folder = of_ranks(str(tmp_path))[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        with started(by_torchrun=False):
+            whole_batch = {"fsdp": None, "fsdp_config": None, "per_device_train_batch_size": 4}
+            alone = best_of(f"{folder}/alone-{dist.get_rank()}", with_adapters, **whole_batch)
+        with install(), fsdp2_on_cpus():
+            ours = best_of(f"{folder}/ours", with_adapters)
+            found = weights_of(ours.accelerator.unwrap_model(ours.model))
+    names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_logit")
+    logs = [[{name: e[name] for name in names if name in e} for e in each.state.log_history] for each in (ours, alone)]
+    assert logs[0] == [pytest.approx(entry, rel=1e-4, abs=1e-5) for entry in logs[1]]
+    assert ours.state.best_global_step == alone.state.best_global_step == 1
+    if dist.get_rank() == 0:  # the other rank's own run has no files to load: transformers asks for the rank
+        assert_equal_tensors(found, weights_of(alone.model), 2e-4, 2e-4)
