@@ -267,34 +267,6 @@ def test_gradients_are_reduced_once_where_the_trainer_does_so(tmp_path: Path, sa
     assert planned_run(path, 2)[1].accumulation == accumulation
 
 
-@pytest.mark.parametrize(
-    ("said", "flags"),
-    [("", "--microbatches 2"), ("pipeline_model_parallel_size: 2\n", "--microbatches 4 --pp 2")],
-)
-def test_a_config_and_the_same_said_by_flags_have_one_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], said: str, flags: str
-) -> None:
-    model = small_config(tmp_path)
-    path = written(
-        tmp_path,
-        f"hf_config: {model}/config.json\nseq_length: 128\nmicro_batch_size: 2\nglobal_batch_size: 16\n"
-        "train_iters: 9\nlr: 0.1\nbf16: true\nuse_megatron_fsdp: true\n"
-        "recompute_granularity: full\ngrad_reduce_in_bf16: true\n" + said,
-    )
-
-    def plan_of(*words: str) -> dict[str, Any]:
-        assert main(["plan", *words, "--ranks", "4", "--machine", "a100", "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    by_config = plan_of("--config", str(path))
-    words = "--strategy 3 --sequence-length 128 --micro-batch-size 2 --recompute full"
-    dtypes = "--main-grads-dtype fp32 --grad-comm-dtype bf16 --optimizer adamw-fused"
-    by_flags = plan_of(model, *words.split(), *dtypes.split(), *flags.split())
-    assert by_config["memory"] == by_flags["memory"]
-    assert by_config["traffic_per_step"] == by_flags["traffic_per_step"]
-    assert by_config["model"]["parameters"] == by_flags["model"]["parameters"]
-
-
 SHORT = ["--strategy 3 --outer 2 --outer-strategy optim --main-params-dtype auto --weight-format fp8"]
 
 
@@ -336,29 +308,6 @@ def test_the_flags_of_a_plan_give_that_plan(tmp_path: Path, capsys: pytest.Captu
     assert again["memory"] == told["memory"]
     assert again["traffic_per_step"] == told["traffic_per_step"]
     assert again["flags"] == told["flags"]
-
-
-def test_gradients_are_cast_where_they_are_offloaded(capsys: pytest.CaptureFixture[str]) -> None:
-    """fp32 gradients of bf16 ones, on the host: what reductions take on the device does not depend on the cast."""
-    args = [
-        "plan",
-        *SMALL[:1],
-        "--ranks",
-        "1",
-        "--sequence-length",
-        "128",
-        "--strategy",
-        "3",
-        "--optimizer-cpu-offload",
-    ]
-    found = []
-    for dtype in ("bf16", "fp32"):
-        assert main([*args, "--main-grads-dtype", dtype, "--grad-comm-dtype", "bf16", "--json"]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    in_bf16, in_fp32 = found
-    numel = in_bf16["model"]["parameters"]
-    assert in_bf16["memory"]["peak"]["passing_bytes"] <= in_fp32["memory"]["peak"]["passing_bytes"] < numel
-    assert in_bf16["memory"]["away"] == pytest.approx(in_fp32["memory"]["away"] + 2 * numel, rel=0.01)
 
 
 @pytest.mark.full

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.config.engine_options import WeightAllocator
-from megatron_fsdp.engine.memory import Block, BucketPool, CommunicationPool, FlatBuffer, full_view, padding_ranges
+from megatron_fsdp.engine.memory import Block, BucketPool, CommunicationPool, FlatBuffer, full_view
 from megatron_fsdp.engine.memory_plan import (
     UnitWeights,
     Use,
     WeightStorage,
-    most_common_shape,
     plan_weights,
     prefetch_depth,
 )
@@ -69,18 +68,6 @@ def test_parts_in_rank_order_are_the_full_buffer(
         assert torch.equal(full_view(layout, full.local, index), tensor)
         joined = torch.cat([shard.local_shard(index).reshape(-1) for shard in shards])
         assert torch.equal(joined, tensor.reshape(-1))
-
-
-@given(shape_lists, st.integers(1, 5), st.sampled_from([1, 4]))
-def test_padding_is_what_no_tensor_covers(shapes: list[tuple[int, ...]], num_ranks: int, alignment_numel: int) -> None:
-    layout = plan_layout(shapes, num_ranks, alignment_numel=alignment_numel)
-    covered = torch.zeros(layout.numel)
-    for index in range(len(shapes)):
-        full_view(layout, covered, index).add_(1)
-    for start, stop in padding_ranges(layout):
-        assert start < stop
-        covered[start:stop].add_(1)
-    assert covered.tolist() == [1.0] * layout.numel
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -194,57 +181,7 @@ def test_a_pool_that_grew_lends_and_holds_no_more_than_before() -> None:
     assert pool.held_bytes == 128
 
 
-def test_room_is_asked_for_until_a_bucket_of_this_pool_comes_back() -> None:
-    """Reductions of other pools may be older than any of this one."""
-    answers = [True, True]
-    block: list[Block] = []
-
-    def make_room() -> bool:
-        answers.pop()
-        if not answers:
-            pool.give_back(block[0])
-        return True
-
-    pool = BucketPool(POOL, Use.BUCKET, 1, [64], make_room)
-    block.append(pool.borrow())
-    assert pool.borrow() is block[0]
-    assert answers == []
-
-
-def test_a_longer_bucket_than_usual_gives_its_memory_back() -> None:
-    pool = BucketPool(POOL, Use.BUCKET, 2, [64, 96, 64, 32, 32, 96, 64], no_room)
-    longer = pool.borrow(96)
-    pool.give_back(longer)
-    assert pool.held_bytes == 0
-    usual, shorter = pool.borrow(64), pool.borrow(32)
-    pool.give_back(usual)
-    pool.give_back(shorter)
-    assert pool.held_bytes == pool.peak_bytes == 64 + 32
-    assert BucketPool(POOL, Use.BUCKET, 2, [], no_room).held_bytes == 0
-
-
-@pytest.mark.parametrize("came_back", [0, 1])
-def test_reclaiming_takes_every_bucket_back_once(came_back: int) -> None:
-    pool = BucketPool(POOL, Use.BUCKET, 2, [64], no_room)
-    lent = [pool.borrow(), pool.borrow()]
-    for block in lent[:came_back]:
-        pool.give_back(block)
-    pool.reclaim()
-    assert {id(pool.borrow()), id(pool.borrow())} == {id(block) for block in lent}
-    assert pool.held_bytes == 128
-
-
 # ---- blocks that come and go, numbers that change ------------------------------------------------------------------
-
-
-def test_a_smaller_number_of_buckets_drops_those_that_are_free() -> None:
-    pool = BucketPool(POOL, Use.BUCKET, 3, [64], no_room)
-    for block in [pool.borrow() for _ in range(3)]:
-        pool.give_back(block)
-    pool.set_count(1)
-    assert pool.held_bytes == 64
-    pool.reclaim()
-    assert pool.held_bytes == 64
 
 
 # ---- places of units under each allocator ----------------------------------------------------------------------------
@@ -295,15 +232,6 @@ def test_each_allocator_has_a_place_for_every_unit(
 )
 def test_the_peak_is_what_can_be_gathered_at_a_time(allocator: WeightAllocator, slots: int, peak: int) -> None:
     assert gathered_peak_bytes(plan_weights(allocator, MODEL, slots)) == peak
-
-
-def test_the_most_common_shape_is_the_larger_one_of_equals() -> None:
-    units = [unit(80), unit(80, BF16), unit(80, BF16)]
-    assert most_common_shape(units) == ((40, BF16),)
-    assert most_common_shape([unit(40), unit(80), unit(120), unit(80), unit(40)]) == ((20, FP32),)
-    for allocator in WeightAllocator:
-        assert gathered_peak_bytes(plan_weights(allocator, [UnitWeights(0)] * 4, 2)) == 0
-        assert gathered_peak_bytes(plan_weights(allocator, [UnitWeights(16)], 2)) == 16
 
 
 def test_as_many_units_are_gathered_ahead_as_fit_whichever_they_are() -> None:

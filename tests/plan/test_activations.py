@@ -6,18 +6,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("transformers")
 
+from megatron_fsdp import fully_shard_model
+from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.activations import kernels_of, profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Segment
+from megatron_fsdp.plan.recompute import recomputing
 from megatron_fsdp.plan.setup import Recompute
+from tests.conftest import RunRanks
 from tests.support.counting import LiveBytes, on_meta, token_batch
 from tests.support.language_models import LAYERS, SMALL_MODELS, build_small, unit_names
-from tests.support.zoo import FLOOR_NUMEL, FLOORS, HIDDEN, TOWER_FEATURES, Floor, TinyTransformer, Tower
+from tests.support.zoo import FLOOR_NUMEL, FLOORS, HIDDEN, TOWER_FEATURES, Floor, TinyTransformer, Tower, tower_loss
 
 SAMPLES = 10
 FLOAT = 4
@@ -149,15 +155,6 @@ def test_tower_by_hand() -> None:
     assert last.gradients == [f"floors.{FLOORS - 1}.down.weight", f"floors.{FLOORS - 1}.up.weight"]
 
 
-def test_nothing_but_the_loss_is_left_and_every_gradient_arrives_once() -> None:
-    profile, model = profile_on_meta(CASES["qwen2-tied"]), CASES["qwen2-tied"].build()
-    assert all(segment.begin_bytes <= segment.peak_bytes for segment in profile.segments)
-    assert profile.segments[0].begin_bytes == 0
-    assert profile.segments[-1].begin_bytes == FLOAT
-    arrived = [name for segment in profile.segments for name in segment.gradients]
-    assert sorted(arrived) == sorted(name for name, _ in model.named_parameters())
-
-
 def test_loops_over_experts_are_planned_as_grouped_products_and_the_model_is_left_as_it_was() -> None:
     with torch.device("meta"):
         model: Any = build_small("mixtral", experts_implementation="eager")
@@ -237,3 +234,80 @@ def _by_value(_: nn.Module, given: Tensor) -> Tensor:
 
 def _by_shape(_: nn.Module, given: Tensor) -> Tensor:
     return given[given > 0]
+
+
+# ---- recomputation ---------------------------------------------------------------------------------------------------
+
+LLAMA_TOKENS = token_batch()["input_ids"].numel()
+
+
+def test_recomputation_repeats_a_forward_up_to_what_backward_needs() -> None:
+    """Torch stops a recomputation at the last tensor that is saved: the product of `down_proj` is not repeated."""
+    plain, full = profile_on_meta(CASES["llama"], "none"), profile_on_meta(CASES["llama"], "full")
+    assert plain.recomputed_flops == 0
+    assert (full.forward_flops, full.backward_flops) == (plain.forward_flops, plain.backward_flops)
+    layers = {f"F{unit}>" for unit in range(1, LAYERS + 1)}
+    forward = sum(segment.flops for segment in plain.segments if str(segment) in layers)
+    last_products = LAYERS * 2 * LLAMA_TOKENS * 48 * 32
+    assert full.recomputed_flops == forward - last_products
+
+
+@pytest.mark.parametrize("recompute", ["selective", "every_second_product", "mlp"])
+def test_parts_keep_more_than_units_and_less_than_all(recompute: Recompute) -> None:
+    least, some, all_of_it = (profile_on_meta(CASES["llama"], each).kept_bytes for each in ("full", recompute, "none"))
+    assert least < some < all_of_it
+
+
+def test_the_core_of_attention_repeats_no_product_with_weights() -> None:
+    plain, found = profile_on_meta(CASES["llama"], "none"), profile_on_meta(CASES["llama"], "selective")
+    products = [sum(segment.product_flops for segment in each.segments) for each in (plain, found)]
+    assert products[0] == products[1]
+    assert found.recomputed_flops > 0
+
+
+def test_nothing_to_recompute_is_refused() -> None:
+    model = nn.Linear(TOWER_FEATURES, TOWER_FEATURES)
+    with pytest.raises(ConfigurationError, match="no units besides the root"), recomputing(model, [""], "full"):
+        pass
+    words = "no units with self_attn, self_attention, attention, attn"
+    with pytest.raises(ConfigurationError, match=words), recomputing(Tower(), ["", "floors.0"], "selective"):
+        pass
+
+
+# ---- events ----------------------------------------------------------------------------------------------------------
+
+
+class Events(Observer):
+    """What begins and ends, in the compact form of a profile."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def begins(self, phase: Phase, unit: int) -> None:
+        if phase is Phase.FORWARD:
+            self.told.append(f"F{unit}>")
+        elif phase in (Phase.BACKWARD, Phase.FINALISE):
+            self.told.append(f"B{unit}" if phase is Phase.BACKWARD else "E")
+
+    def ends(self, phase: Phase, unit: int) -> None:
+        if phase is Phase.FORWARD:
+            self.told.append(f"F{unit}<")
+
+
+def events_of_a_sharded_step(recompute: Recompute) -> str:
+    model = Tower()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    with recomputing(model, TOWER_UNITS, recompute):
+        sharded = fully_shard_model(model, device_mesh=mesh, dp_shard_dim="dp", fsdp_unit_modules=[Floor])
+        events = Events()
+        sharded.observe(events)
+        tower_loss(sharded, torch.ones(4, TOWER_FEATURES)).backward()
+    return " ".join(events.told)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_profile_has_the_events_of_the_engine(run_ranks: RunRanks, recompute: Recompute) -> None:
+    with torch.device("meta"):
+        model, given = Tower(), torch.empty(4, TOWER_FEATURES)
+    profile = profile_compute(model, given, unit_names=TOWER_UNITS, loss_fn=mean_square, recompute=recompute)
+    assert run_ranks(2, events_of_a_sharded_step, recompute) == [profile.events] * 2

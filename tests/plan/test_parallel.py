@@ -124,12 +124,6 @@ def test_stages_together_are_the_model(model: nn.Module) -> None:
     assert names == [name for name, _ in model.named_parameters()]  # which is left as it was
 
 
-def test_a_tied_matrix_is_at_both_ends_of_a_pipeline() -> None:
-    first, last = (dict(share(GPT, stage, pp=2).module().named_parameters()) for stage in range(2))
-    assert first["transformer.wte.weight"].shape == last["lm_head.weight"].shape
-    assert "lm_head.weight" not in dict(share(GPT).module().named_parameters())
-
-
 def test_ends_of_a_pipeline_are_lighter_where_that_is_even() -> None:
     llama = [len(layers_of_stage(126, 16, stage)) for stage in range(16)]
     assert llama == [7, *[8] * 14, 7]
@@ -169,17 +163,6 @@ def test_bytes_of_exchanges_by_hand() -> None:
     assert sent(MIXTURE, ep=4, dp_shard=4) == {"ep": 4 * (LAYERS - 1) * 2 * hidden * 3 // 4}
     assert sent(LLAMA, pp=2, virtual_stages=2) == {"pp": 3 * hidden}  # the first stage gets no tokens from others
     assert sent(LLAMA, pp=2, tp=2)["pp"] == hidden // 2
-
-
-def test_operations_are_shared_by_all_ranks() -> None:
-    whole = profile(share(LLAMA)).forward_flops
-    assert profile(share(LLAMA, tp=2)).forward_flops == whole // 2
-    assert profile(share(LLAMA, cp=2)).forward_flops == whole // 2
-    stages = [profile(share(LLAMA, stage, pp=2)).forward_flops for stage in range(2)]
-    assert sum(stages) == whole
-    own = share(LLAMA, pp=2)
-    assert own.slowdown(Setup(own.ranks)) == pytest.approx(stages[1] / stages[0])
-    assert own.model_flops == pytest.approx(3 * whole / 2)
 
 
 def test_experts_are_divided_before_they_are_sharded() -> None:

@@ -142,30 +142,6 @@ def _step(simulated: SimulatedModel) -> None:
     simulated.optimizer.zero_grad()
 
 
-def test_hybrid_groups_are_made() -> None:
-    batch = torch.ones(2, 64)  # of values, from outside
-    with simulated_model(_Tower, num_ranks={"o": 4, "i": 64}, rank=70, dp_outer_dim="o") as simulated:
-        assert simulated.model(batch).shape == (2, 64)
-        index = simulated.model.dist_index
-        groups = [index.fsdp_group, index.outer_fsdp_group, index.get_dp_group()]
-        assert [dist.get_process_group_ranks(group) for group in groups if group is not None] == [
-            list(range(64, 128)),
-            [6, 70, 134, 198],
-            list(range(256)),
-        ]
-
-
-@pytest.mark.parametrize(("backend", "has_scratch"), [("gloo", True), ("nccl", False)])
-def test_back_end_decides_whether_there_is_scratch(backend: str, has_scratch: bool) -> None:
-    with simulated_model(
-        _Tower, num_ranks=4, backend=backend, build_optimizer=torch.optim.SGD, weight_allocator="resize"
-    ) as simulated:
-        _step(simulated)
-        memory = simulated.model.memory()
-    layer, slots, buckets = 64 * 64 * 4, 2, 2
-    assert memory.transient_peak_bytes == layer * (slots + buckets + has_scratch)
-
-
 def test_everything_is_put_back() -> None:
     """A real model works after a simulated one, and after one that failed."""
 
