@@ -97,6 +97,10 @@ def hybrid() -> DeviceMesh:
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
+def ring() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
 def sync(model: Any, is_last: bool) -> None:
     model.set_requires_gradient_sync(is_last)
 
@@ -216,6 +220,30 @@ def test_a_second_mesh_in_a_unit_is_that_of_torch(factor: float | None) -> None:
     assert_same(*noted)
 
 
+@pytest.mark.parametrize("before", [always, sync])
+@pytest.mark.parametrize("mesh", [ring, hybrid])
+@on_ranks(4)
+def test_a_hook_of_reduced_gradients_is_called_as_in_torch(
+    mesh: Callable[[], DeviceMesh], before: Callable[[Any, bool], object]
+) -> None:
+    noted, calls = [], []
+    for by in (fully_shard, torch_fully_shard):
+        model, sizes = shard(build(), by, mesh=mesh()), list[int]()
+
+        def hook(reduced: Tensor, sizes: list[int] = sizes) -> None:
+            sizes.append(reduced.ndim)
+            reduced.mul_(3)
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(hook)
+        noted.append(train(model, True, before=before))
+        calls.append(sizes)
+    assert_same(*noted)
+    assert calls[0] == calls[1]
+    assert set(calls[0]) == {1}
+
+
 @on_ranks(2)
 def test_the_sum_is_divided_by_the_given_factor() -> None:
     model = shard(build())
@@ -228,10 +256,6 @@ def test_the_sum_is_divided_by_the_given_factor() -> None:
         token_loss(reference, batch.part(part, 2)).backward()
     for param, wanted in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), wanted.grad)
-
-
-def ring() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])

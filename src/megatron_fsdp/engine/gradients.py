@@ -258,6 +258,8 @@ class GradientBuffers:
         self.reducer = GradientReducer(plan)
         self.grad_attribute = GRAD  # where the sharded parameters show their gradient
         self.inspect: Inspect | None = None  # called with tensor i of each bucket before it is reduced
+        # called with this rank's part of each reduced gradient, before it is scaled and added; may change it in place
+        self.after_reduction: Callable[[torch.Tensor], None] | None = None
         self.main = MainGradient(plan)
         self.of_parameter = tuple(ParameterGradient() for _ in plan.layout.shapes)
         self._padding = padding_ranges(plan.layout)
@@ -466,6 +468,10 @@ class GradientBuffers:
 
     def _accumulate(self, stage: Stage) -> None:
         """Add a reduced gradient, shaped as the local main gradient, to it; or overwrite it."""
+        if self.after_reduction is not None:
+            reduced = stage.result()
+            self.after_reduction(reduced)
+            stage = Stage(stage.launch, lambda: reduced)
         main, factor = self.main.local, self.reducer.factor
         is_offloaded = self.main.is_offloaded
         # An offloaded main gradient is added to on the device, and copied back.

@@ -116,6 +116,23 @@ class ShardedModule(FSDPModule):
         """Call `set_gradient_divide_factor`, the present name of this method."""
         self.set_gradient_divide_factor(factor)
 
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: object = None) -> None:  # noqa: ARG002
+        """Call a hook with this rank's flat part of the module's gradients, each time they are reduced over all ranks.
+
+        It may change them in place, as by an all-reduce over other replicas. It runs on the stream of reductions, and
+        `stream` is ignored. Modules of several dtypes have several flat parts.
+
+        Raises:
+            ConfigurationError: Parameters of the module have meshes of their own (a ValueError).
+        """
+        state = self._get_fsdp_state()
+        if state.has_several_meshes:
+            raise ConfigurationError(
+                "set_all_reduce_hook of a module whose parameters have several meshes would not say which was reduced; "
+                "shard the parameters of each mesh by a call of their own"
+            )
+        state.set_after_reduction(hook)
+
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Ignore the hint: collectives add up, and factors are multiplied apart, in any case."""
 
@@ -173,13 +190,6 @@ class ShardedModule(FSDPModule):
     def set_custom_reduce_scatter(self, comm: object) -> NoReturn:
         """Raise: collectives are the engine's."""
         raise NotSupportedYetError(f"set_custom_reduce_scatter({comm!r}): collectives are the engine's; leave it out")
-
-    def set_all_reduce_hook(self, hook: object, *, stream: object = None) -> NoReturn:  # noqa: ARG002
-        """Raise: nothing is called with reduced gradients before they are set."""
-        raise NotSupportedYetError(
-            "set_all_reduce_hook: nothing is called with reduced gradients before they are set; change .grad after "
-            "backward, or register hooks on the parameters"
-        )
 
     # ---- nn.Module --------------------------------------------------------------------------------------------------
 

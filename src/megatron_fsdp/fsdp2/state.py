@@ -107,6 +107,7 @@ class ShardState:
         self.sharding = sharding
         self.reshard_after_forward, self.reshard_after_backward = reshard_after_forward, True
         self.mode = SyncMode()
+        self._after_reduction: Callable[[torch.Tensor], None] | None = None
         self.divisor: float | None = None  # of the sum of gradients over all ranks; None: their number
         self.unit: Unit | None = None  # once it is cut into buffers
         self.is_finished = False  # from the first forward of its tree on
@@ -273,8 +274,21 @@ class ShardState:
                 is_first=True,  # each for its own
             )
         self.unit = unit
+        self.set_after_reduction(self._after_reduction)
         self.params.clear()
         _unfinished().discard(self)
+
+    @property
+    def has_several_meshes(self) -> bool:
+        """True if parameters have meshes of their own."""
+        return any(plans is not self.plans for plans in self._other_plans)
+
+    def set_after_reduction(self, hook: Callable[[torch.Tensor], None] | None) -> None:
+        """Call a hook with this rank's part of each reduced gradient from now on."""
+        self._after_reduction = hook
+        for group in self.unit.groups if self.unit is not None else ():
+            if group.gradients is not None:
+                group.gradients.after_reduction = hook
 
     def _divided(self, sharding: Sharding) -> Sharding:
         return sharding if self.divisor is None else with_factor(sharding, self.divisor)
@@ -322,7 +336,9 @@ class ShardState:
 
     def _register_hooks(self, module: nn.Module) -> None:
         """Have the first forward finish the tree, and every forward cast; before the engine's hooks are there."""
-        module.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
+        policy = self._mp_policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            module.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
         if is_compiled_in_place(module):
             compiled: Any = module._compiled_call_impl
 
@@ -336,7 +352,8 @@ class ShardState:
         else:
             first = uncompiled(self._on_first_forward)
             self._first_hooks.append(module.register_forward_pre_hook(first, prepend=True))
-        module.register_forward_hook(self._cast_output)
+        if policy.output_dtype is not None:
+            module.register_forward_hook(self._cast_output)
 
     def _on_first_forward(self, module: nn.Module, args: Any) -> None:
         # Several modules of one call have such a hook, and torch has a list of them at the beginning of a call.
