@@ -134,9 +134,10 @@ def costs(layers: int, folder: str) -> dict[str, int]:
 
 
 @on_ranks(2)
-def test_state_dicts_need_no_collectives_and_torch_needs_a_few(tmp_path: Path) -> None:
+def test_state_dicts_need_no_collectives_but_to_agree_and_torch_needs_a_few(tmp_path: Path) -> None:
     found, of_many = (costs(layers, f"{tmp_path}/{layers}") for layers in (10, 100))
     assert found == of_many
     assert 0 < found.pop("save") < 20
     assert 0 < found.pop("load") < 20
-    assert found == dict.fromkeys(("model", "optimizer", "plan", "into model", "into optimizer"), 0)
+    assert found.pop("into optimizer") == 2  # before and after it is loaded
+    assert found == dict.fromkeys(("model", "optimizer", "plan", "into model"), 0)

@@ -410,6 +410,14 @@ def calls() -> dict[str, Call]:
             )
         ),
         "load_state_dict(assign)": lambda bad: loads_foreign(assign=bad),
+        "optimizer.load_state_dict(text)": loads_optimizer("x"),
+        "optimizer.load_state_dict(no groups)": loads_optimizer({"state": {}, "param_groups": []}),
+        "optimizer.load_state_dict(no state)": loads_optimizer({"param_groups": [{"params": [0, 1, 2, 3]}]}),
+        "optimizer.load_state_dict(length)": loads_optimizer({"state": {}, "param_groups": [{"params": [0, 1]}]}),
+        "optimizer.load_state_dict(two groups)": loads_optimizer(
+            {"state": {}, "param_groups": [{"params": [0, 1]}, {"params": [2, 3]}]}
+        ),
+        "optimizer.load_state_dict(not cut)": loads_foreign_state,
         "Checkpointer(keep_last)": checkpointer(keep_last=0),
         "save_checkpoint(iteration)": saves(iteration=-1),
         "save_checkpoint(model)": of_model(lambda made: save_checkpoint(made, None, missing(), iteration=1)),
@@ -503,6 +511,24 @@ def loads_foreign(**wrong: Any) -> None:
     cut_by_torch = DTensor.from_local(torch.ones(rows, 8), mesh, [Shard(0)], run_check=False)
     state = {**made.state_dict(), "module.0.weight": cut_by_torch}
     made.load_state_dict(**{"state_dict": state, **wrong})
+
+
+def loads_optimizer(wrong: Any) -> Call:
+    def call(bad: bool) -> None:
+        optimizer = both()[1]
+        optimizer.load_state_dict(wrong if bad else optimizer.state_dict())
+
+    return call
+
+
+def loads_foreign_state(bad: bool) -> None:
+    """Load state that torch has cut, which takes all ranks; one of them has it whole."""
+    optimizer = both()[1]
+    given, size = optimizer.state_dict(), dist.get_world_size()
+    whole = torch.ones(8, 8)
+    cut = DTensor.from_local(whole[: 8 // size], init_device_mesh("cpu", (size,)), [Shard(0)], run_check=False)
+    given["state"][0]["exp_avg"] = whole if bad else cut
+    optimizer.load_state_dict(given)
 
 
 # ---- the tests -------------------------------------------------------------------------------------------------------

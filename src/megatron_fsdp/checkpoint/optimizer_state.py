@@ -162,7 +162,10 @@ class OptimizerMatch:
         self._group_options = [self._options_of(*group) for group in enumerate(self._names)]
 
     def install(self, objects: Mapping[str, Any]) -> None:
-        """Load state and options by the optimizer's own `load_state_dict`, with its hooks."""
+        """Load state and options by the `load_state_dict` of the optimizer's class, with its hooks.
+
+        Ranks agree on the whole installation, so they do not ask each other inside of it.
+        """
         optimizer, state = self._optimizer, dict[Any, Any]()
         positions = {name: position for position, name in enumerate(self._params)}
         wanted_by = {
@@ -184,8 +187,9 @@ class OptimizerMatch:
             for group, wanted, names in zip(optimizer.param_groups, self._group_options, self._names, strict=True)
         ]
         rest = {name: objects[key] for name, key in self.rest.items()}
-        optimizer.load_state_dict({STATE: state, GROUPS: groups, **rest})
-        getattr(_inner(optimizer), "_misses_no_state", lambda: None)()  # also of frozen parameters, for which it asks
+        inner = _inner(optimizer)
+        type(inner).load_state_dict(inner, {STATE: state, GROUPS: groups, **rest})
+        getattr(inner, "_misses_no_state", lambda: None)()  # also of frozen parameters, for which it asks
 
     # ---- state ----
 
@@ -390,7 +394,7 @@ class _OptimizerByPosition:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         state = state_dict.get(STATE, {})
         by_position = {int(key) if key.isdecimal() else key: slots for key, slots in state.items()}
-        self._optimizer.load_state_dict({**state_dict, STATE: by_position})
+        type(self._optimizer).load_state_dict(self._optimizer, {**state_dict, STATE: by_position})
 
     def blank(self, path: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """Make a tensor to load into, sharded as its parameter; None for state of no parameter."""

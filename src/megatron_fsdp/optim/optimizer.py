@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from megatron_fsdp.comm.agreement import Groups, all_agree
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.gradients import GRAD
@@ -185,6 +186,7 @@ class _StepHooks:
         self._in_backward: StepInBackward | None = None  # between entering its block and the end of its step
         self._last: StepInBackward | None = None  # the last that has ended well
         self.lost: Lost = {}
+        self.loading: Groups = (None,)  # those of the ranks that call load_state_dict
         self.has_synced = False  # in the step that is running
 
     def before(
@@ -303,7 +305,8 @@ def integrate(optimizer: Optimizer, engines: Engines, describes_state: bool) -> 
     the optimizer first, see DTensors as before.
 
     `optimizer.step` takes `sync_grad_before_optimizer_step` and `install_optimized_model_weights` (both True) as
-    further keywords, and `optimizer.zero_grad` takes `zero_grad_buffer` (True).
+    further keywords, and `optimizer.zero_grad` takes `zero_grad_buffer` (True). `optimizer.load_state_dict` becomes
+    collective: what is wrong on one rank is refused on all.
 
     Args:
         optimizer: Changed in place.
@@ -323,7 +326,7 @@ def integrate(optimizer: Optimizer, engines: Engines, describes_state: bool) -> 
     optimizer.register_state_dict_post_hook(with_blank_state)
     if describes_state:
         optimizer.register_state_dict_post_hook(functools.partial(as_saved, engines))
-    optimizer.register_load_state_dict_pre_hook(functools.partial(as_held, engines, hooks.lost))
+    optimizer.register_load_state_dict_pre_hook(functools.partial(as_held, engines, hooks.lost, lambda: hooks.loading))
     optimizer._misses_no_state = hooks.lost.clear  # type: ignore[attr-defined]  # as our own checkpoints say
     optimizer.__reduce_ex__ = _refuse_copy  # type: ignore[method-assign]
     optimizer.register_load_state_dict_post_hook(hooks.after_loading)
@@ -348,6 +351,21 @@ def integrate(optimizer: Optimizer, engines: Engines, describes_state: bool) -> 
                 engine.forget_pending_gradients(params)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    load = type(optimizer).load_state_dict
+
+    @functools.wraps(load)
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        alive = owner()
+        if alive is None:
+            return
+        hooks.loading = next(iter(engines)).reaching_all
+        try:
+            with all_agree("optimizer.load_state_dict", hooks.loading):
+                load(alive, state_dict)
+        finally:
+            hooks.loading = (None,)
+
+    optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
     def step_in_backward() -> AbstractContextManager[None]:
         alive = owner()

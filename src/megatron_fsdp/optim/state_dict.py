@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from megatron_fsdp.comm.agreement import Groups, Problem, ask
 from megatron_fsdp.dtensor.shard_spec import exclude_from_save
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.errors import warn_caller
+from megatron_fsdp.errors import CheckpointError, warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.chained import ChainedOptimizer, members_of
 from megatron_fsdp.optim.full_tensor.step import steps_owned
 from megatron_fsdp.optim.step import engine_of, params_of
 from megatron_fsdp.state.experts import state_as_held, state_as_saved
-from megatron_fsdp.state.state_dict import are_from_file, other_shards, refuse_load
+from megatron_fsdp.state.state_dict import is_cut_by_torch, other_shards
 
 StateDict = dict[str, Any]
 
@@ -50,35 +51,44 @@ def _numbered(optimizer: Optimizer, state_dict: StateDict) -> list[tuple[Any, An
     return list(zip(params_of(optimizer), numbers, strict=True))
 
 
-def as_held(engines: Iterable[Engine], lost: Lost, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+def as_held(
+    engines: Iterable[Engine], lost: Lost, ranks: Callable[[], Groups], optimizer: Optimizer, state_dict: StateDict
+) -> StateDict:
     """Return the state dict to load instead of a given one: this rank's shards, cut as its parameters.
 
-    Shards that this rank does not hold are refused. `lost` becomes the parameters whose state may have been left out.
+    Shards that a rank does not hold are refused on all ranks that load, which are those of the groups that `ranks`
+    returns. `lost` becomes the parameters whose state may have been left out.
     """
     lost.clear()
     alive = list(engines)
-    slots = [each for each in state_dict["state"].values() if isinstance(each, Mapping)]
-    is_from_file = are_from_file(value for each in slots for value in each.values())
     held = _with_numbers(state_dict)
     for engine in alive:
         names = engine.expert_names
         if not names.is_trivial:
             held = state_as_held(optimizer, held, engine.sharded_names(), names)
     if len(params_of(optimizer)) != sum(len(group["params"]) for group in held["param_groups"]):
-        return held  # torch refuses it
+        return held  # torch refuses it, and the ranks that load are told
     if any(engine.has_newer_weights for engine in alive):
         _warn_of_lost_state(optimizer, held)
     lost.update(_frozen_without_state(optimizer, held))
-    found = (
-        other_shards(value, param.shard_spec)
+    slots = [
+        (number, value, param.shard_spec)
         for param, number in _numbered(optimizer, held)
         for value in held["state"].get(number, {}).values()
         if isinstance(param, UnevenDTensor)
-    )
-    problem = next(filter(None, found), None)
-    for engine in alive:
-        refuse_load(engine, problem, is_from_file)
+    ]
+    problem = next(filter(None, (other_shards(value, spec) for _, value, spec in slots)), None)
+    cut = tuple(number for number, value, _ in slots if is_cut_by_torch(value))  # gathered one after another
+    ask([(group, (problem, cut)) for group in ranks()], _problem_of_load)
     return _without_blank_momentum(optimizer, _with_shards(optimizer, held))
+
+
+def _problem_of_load(reports: Sequence[tuple[str | None, tuple[Any, ...]]]) -> Problem | None:
+    """Judge the state dicts that ranks load."""
+    told = next((problem for problem, _ in reports if problem is not None), None)
+    if told is None and len({cut for _, cut in reports}) > 1:
+        told = "ranks were given optimizer state of which torch has cut other tensors; load the same on every rank"
+    return None if told is None else (CheckpointError, told)
 
 
 Lost = dict[torch.Tensor, str]
