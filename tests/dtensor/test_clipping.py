@@ -47,7 +47,7 @@ def clip(order: float, foreach: bool | None, dtype: torch.dtype) -> dict[str, An
     return {
         "norm": norm.item(),
         "wanted": wanted.item(),
-        "plain": type(norm) is torch.Tensor,
+        "plain": type(norm * 1) is torch.Tensor,
         "largest difference": max(differences),
         "collectives": sum(groups.values()),
     }
