@@ -409,6 +409,37 @@ def test_weights_of_other_units_have_the_compute_dtype_inside_a_forward(strategy
         torch.func.functional_call(model.module, {"head.weight": torch.zeros(WIDTH, WIDTH)}, X)
 
 
+class ReadsEnds(Layers):
+    """Multiplies by weights of modules beside the blocks without calling these, in forward and in a method of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(super().forward(self.first(x)) @ self.first.weight)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.head.weight, self.head.bias)
+
+
+@on_ranks(2)
+def test_a_model_whose_forward_reads_modules_trains_without_naming_units() -> None:
+    with fixed_seed(0):
+        alone = ReadsEnds()
+    optimizer = sgd(alone)
+    model, sharded = shard(copy.deepcopy(alone), sgd)
+    for step in range(3):
+        batch = make_batch(12, torch.Generator().manual_seed(step))
+        vector_loss(alone, batch).backward()
+        vector_loss(model, batch.part(dist.get_rank(), 2)).backward()
+        assert_equal_tensors(model.full_gradients(), gradients_of(alone), atol=1e-6)
+        for each in (optimizer, sharded):
+            each.step()
+            each.zero_grad()
+    assert_equal_tensors(model.full_parameters(), dict(alone.named_parameters()), atol=1e-6)
+
+
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 @on_ranks(2)
 def test_transforms_of_functions_equal_one_process(strategy: int) -> None:

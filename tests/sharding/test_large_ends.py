@@ -1,5 +1,6 @@
 """Embeddings and heads that become units beside the blocks: which do, which do not, and in which order."""
 
+import functools
 from collections import OrderedDict
 
 import pytest
@@ -120,6 +121,37 @@ def test_modules_that_ranks_choose_among_or_that_others_read_are_no_ends() -> No
     assert ends_of(Decoder(experts=nn.Sequential(embedding()))) == []
     assert ends_of(Decoder(expert_head=embedding())) == []
     assert ends_of(Decoder(others=nn.Sequential(embedding()))) == ["others.0"]
+
+
+class Reads(Decoder):
+    """Multiplies by the weights of two of its ends, in a method that forward names, and asks a third for its dtype."""
+
+    @property
+    def table(self) -> torch.Tensor:
+        return self.tokens.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.scores(self.first(self.tokens(ids).to(self.first.weight.dtype)))
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        return sum(hidden @ self.inner.head.weight.t() for _ in range(2)) + hidden @ self.table.t()
+
+    def reset(self) -> None:
+        nn.init.zeros_(self.first.weight)
+
+
+class Inherits(Reads):
+    @functools.wraps(Reads.forward)
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        return super().forward(*given)
+
+
+@pytest.mark.parametrize("kind", [Reads, Inherits])
+def test_an_end_whose_weight_the_code_of_a_forward_reads_stays_with_the_root(kind: type[Reads]) -> None:
+    inner = nn.Sequential(OrderedDict(head=nn.Linear(FEATURES, 8)))
+    model = kind(tokens=embedding(), first=nn.Linear(FEATURES, FEATURES), inner=inner)
+    assert ends_of(model) == ["first"]
+    assert ends_of(nn.Sequential(OrderedDict(model=model, other=embedding()))) == ["model.first", "other"]
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -5,12 +5,15 @@ parameters outside of units belong to the root. So does a parameter that is reac
 unit and the root, since it is needed outside any one unit.
 """
 
+import dis
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from types import CodeType
 from typing import Literal
 
 import torch
@@ -43,20 +46,54 @@ def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, 
     * with at least a quarter of the parameters of the largest block. A smaller one would add a collective and save
       next to nothing beside a slot and a bucket;
     * that every rank calls: not inside a `ModuleDict` or `ModuleList`, nor anything named after experts; and that is
-      called rather than read: not inside torch's attention and encoder layers.
+      called rather than read: not inside torch's attention and encoder layers, nor read by a forward outside of it,
+      such as `self.head.weight` (as far as its code shows).
     """
     if not blocks:
         return {}
+    inside = {id(block) for block in blocks.values()}
+    read = {
+        ".".join(filter(None, (path, *attributes)))
+        for path, owner in (("", module), *_outside(module, inside))
+        for attributes in _attributes_read(type(owner))
+    }
     least_numel = max(_numel(block) for block in blocks.values()) / _LEAST_PART
     owners = parameter_owners(module)
     return {
         name: candidate
-        for name, candidate in _outside(module, {id(block) for block in blocks.values()})
+        for name, candidate in _outside(module, inside)
         if isinstance(candidate, _END_TYPES)
         and next(candidate.children(), None) is None
         and all(owner is candidate for param in candidate.parameters() for owner, _ in owners[id(param)])
         and _numel(candidate) >= least_numel
+        and read.isdisjoint(f"{name}.{attribute}" for attribute in candidate._parameters)
     }
+
+
+_METADATA = frozenset(("dtype", "device", "shape", "size", "dim", "ndim", "numel", "requires_grad"))
+"""Attributes of a parameter that are the same while it is sharded."""
+
+
+def _attributes_read(kind: type[nn.Module]) -> Iterator[tuple[str, ...]]:
+    """Yield ("head", "weight") for each `self.head.weight` in a forward, or in a method that it names."""
+    names = ["forward"]
+    for name in names:  # which grows
+        methods = [vars(base)[name] for base in kind.__mro__ if base is not nn.Module and name in vars(base)]
+        functions = [inspect.unwrap(getattr(method, "fget", None) or method) for method in methods]
+        codes = [function.__code__ for function in functions if inspect.isfunction(function)]
+        for code in codes:  # which grows
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+            names += [used for used in code.co_names if not (used in names or hasattr(nn.Module, used))]
+            chain: list[str] | None = None
+            for instruction in dis.get_instructions(code):
+                if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain is not None:
+                    chain.append(instruction.argval)
+                    continue
+                if chain and _METADATA.isdisjoint(chain):
+                    yield from (tuple(chain[:length]) for length in range(2, len(chain) + 1))
+                # One instruction may load two names, "x, self".
+                is_self = "LOAD" in instruction.opname and instruction.argrepr.rpartition(", ")[2] == "self"
+                chain = [] if is_self else None
 
 
 def _outside(module: nn.Module, blocks: set[int]) -> Iterator[tuple[str, nn.Module]]:
