@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch._library.simple_registry import find_torch_dispatch_rule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from megatron_fsdp import fully_shard_model
 from megatron_fsdp.dtensor import tensor as tensor_module
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded, register_with_torch
 from megatron_fsdp.errors import ShardOperationError
@@ -270,6 +272,26 @@ def test_equal_and_allclose_compare_tensors_that_are_cut_differently_or_plain() 
     assert torch.allclose(near, other)
     assert not torch.allclose(tensor, near + 1)
     assert not torch.equal(tensor, whole[:2])
+
+
+@on_ranks(2)
+def test_numbers_of_sharded_tensors_are_read_as_those_of_plain_ones() -> None:
+    """As lists that make a tensor, which torch reads where no operation of a subclass arrives, and as text."""
+    case = next(case for case in CASES if case.name == "inside rows")
+    tensor, whole, one = case.tensor(make_mesh(case.sizes)), case.whole(), torch.tensor(2.5)
+    scale = next(fully_shard_model(nn.ParameterList([one])).parameters()).detach()
+    readings: list[Callable[[Tensor, Tensor], Any]] = [
+        lambda t, s: torch.tensor([t.norm(), 1.0, t.max(), s]),
+        lambda t, _: torch.tensor([(t > 0).sum(), (t > 9).sum()]),
+        lambda t, _: torch.tensor([(t > 0).any(), (t > 9).any()]),
+        lambda t, _: torch.as_tensor([t.norm()], dtype=torch.float64),
+        lambda t, _: torch.from_numpy(numpy.array([t.norm(), t.sum()])),
+        lambda t, _: torch.tensor(torch.linalg.vector_norm(t, keepdim=True).tolist()),
+        lambda t, _: torch.arange(99)[(t > 0).sum()],
+    ]
+    for reading in readings:
+        torch.testing.assert_close(reading(tensor, scale), reading(whole, one))
+    assert f"{tensor.norm():.3f} {scale:.1f}" == f"{whole.norm():.3f} {one:.1f}"
 
 
 @on_ranks(2)

@@ -130,6 +130,14 @@ class WholeScalar(torch.Tensor):
         """Return the scalar as a plain tensor, for code that expects a DTensor."""
         return self.clone()
 
+    def tolist(self) -> Any:
+        """Return the number, or a nested list of it."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return an array of the number."""
+        return self.full_tensor().numpy(force=force)
+
     def __format__(self, format_spec: str) -> str:
         return format(self.full_tensor(), format_spec)
 
@@ -189,6 +197,19 @@ class ReducedScalar(WholeScalar):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ReducedScalar({self.value.item()})"
+
+    # Of the number itself: torch.tensor([...]) asks for them where no operation of a subclass arrives any more.
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __index__(self) -> int:
+        return self.value.__index__()
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

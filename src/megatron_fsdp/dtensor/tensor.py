@@ -86,6 +86,13 @@ class UnevenDTensor(DTensor):
             f"local={self._local_tensor}, elements=[{start}, {stop}))"
         )
 
+    def __float__(self) -> float:
+        # Asked by torch.tensor([...]), where no operation of a subclass arrives any more.
+        return float(self._local_tensor) if self.shard_spec.is_whole else super().__float__()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item() if spec and not self.ndim else str(self), spec)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None
