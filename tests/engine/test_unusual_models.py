@@ -389,6 +389,7 @@ class ReadsAhead(nn.Module):
         return self.head(x).sum() + penalty.to(self.body.weight.dtype)
 
 
+@pytest.mark.full(short=["1", "3"])
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 @on_ranks(2)
 def test_weights_of_other_units_have_the_compute_dtype_inside_a_forward(strategy: int) -> None:
@@ -440,6 +441,7 @@ def test_a_model_whose_forward_reads_modules_trains_without_naming_units() -> No
     assert_equal_tensors(model.full_parameters(), dict(alone.named_parameters()), atol=1e-6)
 
 
+@pytest.mark.full(short=["1", "3"])
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 @on_ranks(2)
 def test_transforms_of_functions_equal_one_process(strategy: int) -> None:

@@ -62,6 +62,7 @@ def shard(inner: int, outer: int, dtype: torch.dtype) -> tuple[MegatronFSDP, tor
     return fully_shard(model, torch.optim.AdamW(model.parameters()), **options, **hybrid_arguments(2, 2))
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize(
     ("loop", "microbatches"),
     [*((loop, 3) for loop in LOOPS), (plain, 1)],

@@ -79,6 +79,7 @@ def test_published_models_are_shared_evenly_where_whole_matrices_can_be() -> Non
     }
 
 
+@pytest.mark.full
 def test_memory_is_one_value_for_matrices_and_two_for_the_others() -> None:
     config = {**PRESETS["llama-3-8b"], "num_hidden_layers": 2}
     plans = [

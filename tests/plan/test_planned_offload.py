@@ -72,6 +72,7 @@ def test_the_seconds_of_a_step_by_hand() -> None:
     assert seconds(["optimizer_state"]) == pytest.approx(both_ways)
 
 
+@pytest.mark.full
 def test_state_goes_to_the_host_where_nothing_else_fits_and_not_before() -> None:
     workload = make_workload({**PRESETS["llama-3.2-1b"], "num_hidden_layers": 2}, ParallelRanks(1))
     setup, machine = Setup(ParallelRanks(1)), find_machine("h100")
@@ -89,6 +90,7 @@ def test_state_goes_to_the_host_where_nothing_else_fits_and_not_before() -> None
     assert recommend(workload, setup, replace(small, host_memory_bytes=1), ("none",)).best is None
 
 
+@pytest.mark.full(short=["muon"])
 @pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
 def test_state_that_cannot_rest_alone_is_neither_planned_nor_recommended(optimizer: str) -> None:
     with pytest.raises(ConfigurationError, match="rests beside its main weights"):

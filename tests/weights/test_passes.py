@@ -269,6 +269,7 @@ def test_what_was_yielded_keeps_its_bits_and_is_no_part_of_the_model() -> None:
     assert same_tensors(dict(kept), copies)  # type: ignore[arg-type]
 
 
+@pytest.mark.full(short=["0", "3"])
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 @on_ranks(2)
 def test_passes_change_nothing_and_cost_no_gather_of_their_own(strategy: int) -> None:
