@@ -7,18 +7,14 @@ are there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 
-from megatron_fsdp.comm.agreement import is_first_in, raise_together
+from megatron_fsdp.comm.agreement import raise_together
 from megatron_fsdp.comm.axis import backend_of, is_simulated
-from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.debug.gradient_checks import make_checks
@@ -26,7 +22,7 @@ from megatron_fsdp.dtensor.expert_names import TRIVIAL_NAMES, ExpertNames
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import DelayedGradients, Executor
-from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.group_plan import GroupPlan, Ranks
 from megatron_fsdp.engine.hooks import answer_for_sharded_parameters, register_hooks
 from megatron_fsdp.engine.memory import CommunicationPool
 from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
@@ -40,7 +36,6 @@ from megatron_fsdp.formats.tensor_extensions import ExtensionQuantizer, tensor_e
 from megatron_fsdp.hang.watch import log_if_asked
 from megatron_fsdp.optim.optimizer import watch_optimizers
 from megatron_fsdp.optim.step import mark_replaced
-from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.units import ParameterOwners, UnitPlan
 from megatron_fsdp.state.state_dict import convert_expert_names, describe_in_state_dicts
 
@@ -145,21 +140,6 @@ class ModuleEvents:
     def connect(self, engine: Engine, root: nn.Module | None) -> None:
         """Register the hooks on the model and its modules."""
         register_hooks(engine, root)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """The ranks of a model."""
-
-    device: torch.device  # of this rank
-    meshes: tuple[RankMesh, ...]  # of all parameters, the same on all ranks and in one order
-    reaching_all: tuple[dist.ProcessGroup | None, ...]  # groups that together reach every rank
-    own_groups: OwnGroups | None = None  # groups that are destroyed with the engine
-
-    @property
-    def is_first(self) -> bool:
-        """True if this is the first rank of the model."""
-        return is_first_in(self.reaching_all)
 
 
 def finish(
