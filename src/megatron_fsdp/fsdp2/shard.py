@@ -29,7 +29,8 @@ from megatron_fsdp.fsdp2.module import become_sharded
 from megatron_fsdp.fsdp2.state import MeshPlans, ShardState, state_of
 from megatron_fsdp.optim.step import mark_replaced, replaced_name
 from megatron_fsdp.sharding.placement import placements_for
-from megatron_fsdp.wrap.wrap import check_not_wrapped, move_buffers
+from megatron_fsdp.wrap.shard_unit import check_not_wrapped
+from megatron_fsdp.wrap.wrap import move_buffers
 
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
 

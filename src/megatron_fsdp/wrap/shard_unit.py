@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fsdp.comm.agreement import raise_together
 from megatron_fsdp.comm.axis import backend_of, is_simulated
@@ -108,6 +110,25 @@ class AppliedInterfaces(dict[Any, object]):
         return super().__contains__(interface)
 
 
+def check_not_wrapped(module: object) -> None:
+    """Raise for a model that is no module, or that torch or this package has wrapped even partly. No communication."""
+    if not isinstance(module, nn.Module):
+        given = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
+        raise TypeError(f"{given} was given where a model is wanted; give a torch.nn.Module")
+    for name, inner in module.named_modules():
+        at = f" at {name}" if name else ""
+        if isinstance(inner, DistributedDataParallel):
+            raise ConfigurationError(
+                f"the model{at} is in torch's DistributedDataParallel, which replicates what is to be sharded here; "
+                "give the module inside it (.module)"
+            )
+        if isinstance(inner, FSDPModule | FullyShardedDataParallel):
+            by = "FSDP2 (torch's fully_shard)" if isinstance(inner, FSDPModule) else "FullyShardedDataParallel (FSDP1)"
+            raise ConfigurationError(
+                f"the model{at} is sharded by {by} already; leave that out and give the plain model"
+            )
+
+
 def refuse_torch(module: nn.Module) -> None:
     """Have torch's `fully_shard` of a sharded module, and of those inside, raise before it changes anything."""
     for part in module.modules():
@@ -179,6 +200,7 @@ def finish(
     for unit in units:
         unit.find_gathered()
     _warn_of_dtypes(units, ranks, options)
+    encoded = [group for unit in units for group in unit.groups if group.weights.quantizer is not None]
     engine = events.engine_type(
         units=units,
         unit_plan=unit_plan,
@@ -196,7 +218,7 @@ def finish(
         gradient_checks=make_checks(units, ranks.meshes, ranks.reaching_all, ranks.device, options),
         own_groups=ranks.own_groups,
         user_buffers=user_buffers,
-        format_note=emulation_note((group for unit in units for group in unit.groups), ranks.device),
+        format_note=emulation_note(encoded, ranks.device) if encoded else "",
         no_capture_reason=_no_capture_reason(ranks) if options.megatron_fsdp_cuda_graph_mode else "",
     )
     if engine.no_capture_reason:

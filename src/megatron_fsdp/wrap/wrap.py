@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from megatron_fsdp.comm.agreement import all_agree, rank_of
@@ -62,7 +60,7 @@ from megatron_fsdp.wrap.meta_init import (
     materialise,
     same_random_numbers,
 )
-from megatron_fsdp.wrap.shard_unit import DOING, KnownSpecs, ModuleEvents, finish, shard_unit
+from megatron_fsdp.wrap.shard_unit import DOING, KnownSpecs, ModuleEvents, check_not_wrapped, finish, shard_unit
 
 
 class Grouping(ModuleEvents, ABC):
@@ -395,25 +393,6 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
                 continue
             if buffer.device != device or buffer.is_inference():
                 owner._buffers[name] = buffer.to(device, copy=True)
-
-
-def check_not_wrapped(module: object) -> None:
-    """Raise for a model that is no module, or that torch or this package has wrapped even partly. No communication."""
-    if not isinstance(module, nn.Module):
-        given = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
-        raise TypeError(f"{given} was given where a model is wanted; give a torch.nn.Module")
-    for name, inner in module.named_modules():
-        at = f" at {name}" if name else ""
-        if isinstance(inner, DistributedDataParallel):
-            raise ConfigurationError(
-                f"the model{at} is in torch's DistributedDataParallel, which replicates what is to be sharded here; "
-                "give the module inside it (.module)"
-            )
-        if isinstance(inner, FSDPModule | FullyShardedDataParallel):
-            by = "FSDP2 (torch's fully_shard)" if isinstance(inner, FSDPModule) else "FullyShardedDataParallel (FSDP1)"
-            raise ConfigurationError(
-                f"the model{at} is sharded by {by} already; leave that out and give the plain model"
-            )
 
 
 def check_module(module: nn.Module, init_meta: bool | str) -> None:
