@@ -190,7 +190,9 @@ def weights(request: PhaseRequest, setting: Setting) -> Notes:
     passes: dict[str, Callable[[], Iterable[tuple[str, Tensor | None]]]] = {
         FULL_TENSOR: lambda: ((name, _whole(param).to(_WIRE)) for name, param in theirs.named_parameters()),
         FULL_STATE: lambda: (
-            (name, value.to(_WIRE)) for name, value in get_model_state_dict(theirs, options=whole).items()
+            (name, value.to(_WIRE))
+            for name, value in get_model_state_dict(theirs, options=whole).items()
+            if isinstance(value, Tensor)
         ),
         **{name: partial(iter, source) for name, source in sources.items()},
     }
@@ -199,13 +201,17 @@ def weights(request: PhaseRequest, setting: Setting) -> Notes:
     for name, digests in found.items():
         if any(digests[key] != found[FULL_TENSOR][key] for key in digests):
             raise AssertionError(f"{name} gives other weights than {FULL_TENSOR}")
-        notes[name].peak = live_host_bytes(lambda: None, lambda _, name=name: _exhaust(passes[name]())).peak
+        notes[name].peak = live_host_bytes(lambda: passes, partial(_exhaust_one, name)).peak
     _rounds(request, notes, lambda name, noted: _timed(noted, PASS, lambda: _exhaust(passes[name]()), setting.device))
     return notes
 
 
 def _whole(param: Tensor) -> Tensor:
     return (param.full_tensor() if isinstance(param, DTensor) else param).detach()
+
+
+def _exhaust_one(name: str, passes: Mapping[str, Callable[[], Iterable[tuple[str, Tensor | None]]]]) -> None:
+    _exhaust(passes[name]())
 
 
 def _exhaust(tensors: Iterable[tuple[str, Tensor | None]]) -> None:

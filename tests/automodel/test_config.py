@@ -44,6 +44,7 @@ FSDP2_FIELDS: dict[str, tuple[Any, Any]] = {
     "reshard_after_forward": (Optional[bool], None),
     "activation_checkpointing_scope": (Any, ("all",)),
     "multimodal": (MultimodalDistributedConfig, MultimodalDistributedConfig()),
+    "ulysses_degree": (int, 1),  # of this package only
 }
 MEGATRON_FIELDS: dict[str, tuple[Any, Any]] = {
     "sequence_parallel": (bool, False),
@@ -67,6 +68,7 @@ MEGATRON_FIELDS: dict[str, tuple[Any, Any]] = {
     "offload": (Any, None),  # of this package only
     "weight_format": (Any, None),  # of this package only
     "report_nan_in_param_grad": (bool, False),
+    "ulysses_degree": (int, 1),
 }
 DDP_FIELDS: dict[str, tuple[Any, Any]] = {
     "activation_checkpointing": (bool | str, False),
@@ -211,8 +213,7 @@ OTHER = r"FSDP2Config or MegatronFSDPConfig; DDPConfig takes dp_size, so leave {
         (MEGATRON, 2, {"pp_size": 2}, "^pp_size=2 is only supported with FSDP2Config; MegatronFSDPConfig takes dp_"),
         (MEGATRON, 4, {"pp_size": 7}, "^pp_size=7 is only supported with FSDP2Config"),  # not: the product is wrong
         (DDP, 2, {"tp_size": 2}, "^tp_size=2 is only supported with " + OTHER.format("tp_size")),
-        (DDP, 2, {"ep_size": 2}, "^ep_size=2 is only supported with " + OTHER.format("ep_size")),
-        (MEGATRON, 4, {"ep_size": 3}, "^dp_size x cp_size x tp_size = 4 x 1 x 1 = 4 cannot be divided by ep_size=3"),
+        (DDP, 2, {"ep_size": 2}, "^ep_size=2 is only supported with FSDP2Config; "),
         (
             FSDP2,
             8,

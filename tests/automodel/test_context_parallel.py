@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
+from megatron_fsdp.automodel import create_ring_ulysses_mesh
 from megatron_fsdp.automodel.context_parallel import (
     SequenceLayout,
     enable_context_parallel,
@@ -83,12 +84,24 @@ def test_batches_that_cannot_be_cut_are_refused_on_all_ranks() -> None:
         ("sequences of 6 tokens cannot be cut into 2 * 2 = 4 equal pieces", {"input_ids": tokens()[:, :6]}),
         ("needs input_ids or inputs_embeds", {"labels": tokens()}),
         ("attention_mask of shape (2, 1, 1, 8)", {**ids, "attention_mask": ones[:, None, None]}),
-        ("cu_seq_lens_q of shape (3,)", {**ids, "cu_seq_lens_q": torch.tensor([0, 4, 8])}),
+        ("cu_seq_lens_q=[0, 4, 8] with 2 rows of 8 tokens", {**ids, "cu_seq_lens_q": torch.tensor([0, 4, 8])}),
         ("pixel_values of shape (2, 3, 4, 4)", {**ids, "pixel_values": torch.ones(2, 3, 4, 4)}),
         ("has holes or pads on the left", {**ids, "attention_mask": hole}),
         ("has holes or pads on the left", {**ids, "attention_mask": left}),
         ("labels has labels where attention_mask is 0", {**ids, "attention_mask": padded, "labels": tokens()}),
-        ("sequences are packed", {**ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]] * 2)}),
+        (
+            "are 1 at token 4 of row 1, where",
+            {**ids, "position_ids": torch.tensor([[*range(8)], [0, 1, 2, 3] + [1] * 4])},
+        ),
+        ("are 5 at token 0 of row 0, where", {**ids, "position_ids": torch.tensor([[5, 6, 7, 8, 0, 1, 2, 3]] * 2)}),
+        (
+            "begin documents at different tokens",
+            {
+                "input_ids": tokens()[:1],
+                "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]),
+                "cu_seq_lens_q": torch.tensor([0, 3, 8]),
+            },
+        ),
         ("labels and shift_labels", {**ids, "labels": tokens(), "shift_labels": tokens()}),
         ("ranks differ: input_ids is (2, 8) torch.int64 with the checksum ", {"input_ids": tokens() + here}),
         (
@@ -215,6 +228,90 @@ def test_padding_on_the_right_changes_no_gradient() -> None:
     for grad in gradients.values():
         dist.all_reduce(grad)
     assert_equal_tensors(gradients, {n: p.grad for n, p in whole.named_parameters()}, rtol=1e-4, atol=1e-5)
+
+
+# ---- packed rows, and Ulysses ----------------------------------------------------------------------------------------
+
+
+def packed_rows() -> dict[str, Tensor]:
+    """Three rows of documents of several lengths, one of them whole, one with padding behind."""
+    batch = batch_of()
+    rows, length = batch["input_ids"].shape
+    positions = torch.arange(length).repeat(rows, 1)
+    for row, begin in ((0, 3), (0, 8), (2, 1), (2, length - 5), (2, length - 2)):
+        positions[row, begin:] = torch.arange(length - begin)
+    labels = batch["labels"].masked_fill(positions == 0, -100)
+    labels[2, -2:] = -100
+    return {"input_ids": batch["input_ids"], "labels": labels, "position_ids": positions}
+
+
+@pytest.mark.full(short=["llama_gqa-2-1-False", "mistral-1-2-True"])
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize("kind", ["llama_gqa", "mistral", "gemma2", "gpt2", "deepseek_v3"])
+@on_ranks(4)
+def test_packed_rows_train_as_on_one_process(kind: str, ring: int, ulysses: int, recomputes: bool) -> None:
+    """Keys are gathered by `ring` ranks, heads exchanged by `ulysses`; gradients are those of the whole batch."""
+    mesh = mesh_of((4 // (ring * ulysses), ring * ulysses), ("dp", "cp"))
+    meeting = mesh["cp"] if ulysses == 1 else create_ring_ulysses_mesh(mesh, ring_degree=ring, ulysses_degree=ulysses)
+    batch = packed_rows()
+    whole, model = build(kind), build(kind)
+    count = label_count(batch["labels"])
+    wanted = whole(
+        **batch, num_items_in_batch=count, use_cache=False
+    ).loss  # with a cache it takes rows as one document
+    wanted.backward()
+    enable_context_parallel(model, meeting)
+    if recomputes:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # it has a newer name
+            model.gradient_checkpointing_enable()
+        model.train()
+    mine = shard_batch(batch, mesh["cp"])
+    loss = model(**mine, labels=mine["shift_labels"], num_items_in_batch=count).loss
+    model(**shard_batch({"input_ids": batch["input_ids"]}, mesh["cp"]))  # another forward before the backward
+    loss.backward()
+    loss = loss.detach()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for each in (loss, *gradients.values()):
+        dist.all_reduce(each, group=mesh["cp"].get_group())
+    torch.testing.assert_close(loss, wanted.detach(), rtol=1e-5, atol=1e-6)
+    assert_equal_tensors(gradients, {n: p.grad for n, p in whole.named_parameters()}, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_packed_rows_of_a_collator_are_those_of_their_positions() -> None:
+    mesh = mesh_of((2,), ("cp",))
+    rows = [{"input_ids": list(range(2, 2 + size))} for size in (3, 5, 8)]
+    flat = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
+    mine = shard_batch(flat, mesh)
+    by_ends = shard_batch({name: flat[name] for name in ("input_ids", "labels", "cu_seq_lens_q")}, mesh)
+    assert mine.keys() == by_ends.keys() == {"input_ids", "shift_labels", "position_ids", "document_starts"}
+    assert all(torch.equal(mine[name], by_ends[name]) for name in mine)
+    starts = unshard_sequence(mine["document_starts"], mesh)
+    assert starts.tolist() == [[0] * 3 + [3] * 5 + [8] * 8]
+    assert unshard_sequence(mine["shift_labels"], mesh)[0, [2, 7, 15]].tolist() == [-100] * 3
+
+
+@on_ranks(2)
+def test_heads_that_do_not_divide_and_models_without_documents_are_refused() -> None:
+    mesh = mesh_of((2,), ("cp",))
+    exchanging = create_ring_ulysses_mesh(mesh, ring_degree=1, ulysses_degree=2)
+    odd = build("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=24)
+    words = "3 heads with 3 of keys and values cannot be divided over 2 ranks of ulysses"
+    assert words in refusal(enable_context_parallel, odd, exchanging, error=ParallelSizeError)
+    model = build("llama")
+    enable_context_parallel(model, mesh)
+    batch = shard_batch(packed_rows(), mesh)
+    attention = model.model.layers[0].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "document_starts": None})
+    batch.pop("shift_labels")
+    assert "is not given document_starts by its model" in refusal(model, error=ConfigurationError, **batch)
+    attention.forward = forward
+    starts = batch.pop("document_starts")
+    assert "are not those of shard_batch" in refusal(model, error=ConfigurationError, **batch)
+    assert model(**batch, document_starts=starts).logits.isfinite().all()
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -54,6 +54,9 @@ class _Config:
             raise ConfigurationError(
                 f"{kind}.activation_checkpointing={recomputed!r}; give True, False, 'full' or 'selective'"
             )
+        degree = getattr(self, "ulysses_degree", 1)
+        if type(degree) is not int or degree < 1:
+            raise ConfigurationError(f"{kind}.ulysses_degree={degree!r}; give a whole number of ranks, 1 or more")
         if self.backend not in BACKENDS:
             raise ConfigurationError(f"{kind}.backend={self.backend!r}; give 'nccl' (accelerators) or 'gloo' (CPUs)")
 
@@ -108,6 +111,8 @@ class FSDP2Config(_Config):
         activation_checkpointing_scope: Layers that are recomputed: "all", or some of "language", "vision", "audio" and
             "multimodal" (both towers), of which those that train nothing are left out. Kept as a tuple.
         multimodal: How the towers of models that read images or sound are sharded.
+        ulysses_degree: Context-parallel ranks that exchange tokens for heads; the others gather keys and values.
+            It divides `cp_size` and the heads; of this package only.
         deterministic: Not a field: refused, since FSDP2 adds gradients up in the order of the back end.
     """
 
@@ -129,6 +134,7 @@ class FSDP2Config(_Config):
     deterministic: InitVar[Optional[str]] = None  # noqa: UP045
     activation_checkpointing_scope: Any = "all"
     multimodal: MultimodalDistributedConfig = field(default_factory=MultimodalDistributedConfig)
+    ulysses_degree: int = 1
 
     def __post_init__(self, deterministic: Optional[str]) -> None:  # noqa: UP045
         """Fill in the default policy and check values.
@@ -203,6 +209,7 @@ class MegatronFSDPConfig(_Config):
         offload: Where each kind of state rests, as in `fully_shard`; of this package only.
         weight_format: Weight format of sharded weights, as of `MixedPrecisionPolicy`; of this package only.
         report_nan_in_param_grad: As `check_for_nan_in_grad`, which is on by default: set both to False for no look.
+        ulysses_degree: As of `FSDP2Config`.
     """
 
     sequence_parallel: bool = False
@@ -227,6 +234,7 @@ class MegatronFSDPConfig(_Config):
     offload: Any = None
     weight_format: Any = None
     report_nan_in_param_grad: bool = False
+    ulysses_degree: int = 1
 
     def __post_init__(self, tp_plan: Optional[dict]) -> None:  # type: ignore[type-arg]  # noqa: UP045
         """Check values.
@@ -299,15 +307,14 @@ class DDPConfig(_Config):
 @explains_fields
 @dataclass
 class MoEParallelizerConfig:
-    """Settings for experts that are divided over ranks (`ep_size` > 1).
+    """Settings of `FSDP2Config` for experts that are divided over ranks (`ep_size` > 1).
 
     Attributes:
         ignore_router_for_ac: Keep the products of routers where layers are recomputed, instead of computing them again.
-        reshard_after_forward: Release the weights of experts after forward, and gather them again in backward;
-            `FSDP2Config` only.
+        reshard_after_forward: Release the weights of experts after forward, and gather them again in backward.
         lm_head_precision: Not supported yet.
         wrap_outer_model: True.
-        mp_policy: Dtypes of experts; None: those of the layers. `FSDP2Config` only.
+        mp_policy: Dtypes of experts; None: those of the layers.
 
     Raises:
         ConfigurationError: A value is of another type.
@@ -369,7 +376,7 @@ class ParallelismSizes:
         tp_size: Tensor-parallel ranks.
         pp_size: Pipeline-parallel ranks; `FSDP2Config` only.
         cp_size: Context-parallel ranks.
-        ep_size: Expert-parallel ranks.
+        ep_size: Expert-parallel ranks; `FSDP2Config` only.
     """
 
     dp_size: int | None = None
@@ -385,7 +392,7 @@ SIZE_NAMES = tuple(each.name for each in fields(ParallelismSizes))
 
 _ALLOWED = {
     FSDP2Config: SIZE_NAMES,
-    MegatronFSDPConfig: ("dp_size", "tp_size", "cp_size", "ep_size"),
+    MegatronFSDPConfig: ("dp_size", "tp_size", "cp_size"),
     DDPConfig: ("dp_size",),
 }
 

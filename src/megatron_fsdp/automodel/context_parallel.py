@@ -1,6 +1,7 @@
 """Context parallelism: the ranks of one mesh dimension share the tokens of every sequence.
 
-`shard_batch` gives each rank its tokens, and causal attention gathers the keys and values of all ranks.
+`shard_batch` gives each rank its tokens. Causal attention gathers the keys and values of all ranks, or exchanges tokens
+for heads (Ulysses), or both. Rows may be packed: a token then attends to its own document.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fsdp.automodel.architecture import IGNORED_LABEL, find_layers, text_config
 from megatron_fsdp.checkpoint.hf.live import own_class
-from megatron_fsdp.comm.agreement import Groups, all_agree, default_if_all
+from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.comm.fingerprint import fingerprint
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
@@ -29,6 +30,12 @@ _EMBEDDINGS = "inputs_embeds"
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 NAME = "megatron_fsdp_context_parallel"
 """The name of this attention in transformers' registry."""
+
+STARTS = "document_starts"
+"""The key of packed batches, and the argument of attention: where in the whole sequence a token's document begins."""
+
+_OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What collators add to `position_ids`, or give instead, to say where documents begin."""
 
 ATTRIBUTE = "context_parallel"
 """The attribute of attention modules that holds their `ContextParallel`."""
@@ -100,7 +107,7 @@ class SequenceLayout:
         return torch.cat([found[piece] for piece in range(2 * self.ranks)], dim)
 
 
-def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh) -> dict[str, Tensor]:
+def shard_batch(batch: Mapping[str, Any], cp_mesh: DeviceMesh) -> dict[str, Tensor]:
     """Return this context-parallel rank's part of a batch that all ranks hold whole.
 
     The ranks compare their batches first (one small collective): a data loader that gives them different ones is an
@@ -109,38 +116,39 @@ def shard_batch(batch: Mapping[str, Tensor], cp_mesh: DeviceMesh) -> dict[str, T
     Args:
         batch: `input_ids` (or `inputs_embeds`, of three dimensions) and other tensors of (batch, sequence). `labels` as
             transformers takes them, not shifted; or `shift_labels`. An `attention_mask` may pad on the right where
-            labels are -100, which causal attention needs no mask for.
+            labels are -100, which causal attention needs no mask for. Rows are packed where `position_ids` begin again,
+            or `cu_seq_lens_q` says so (one row), as collators of transformers and trl give them.
         cp_mesh: One dimension, the ranks that share sequences, which must divide by twice their number: every rank has
             the same work (see `SequenceLayout`).
 
     Returns:
         The same keys, (batch, sequence / ranks, ...), contiguous, but: `labels` became `shift_labels`, shifted before
-        cutting, since the next token may lie on another rank; `position_ids`, int64, count in the whole sequence;
-        `attention_mask` is left out.
+        cutting, since the next token may lie on another rank; `position_ids`, int64, count in the whole sequence, or
+        in the document; packed rows have `document_starts`, too, int64; `attention_mask` is left out.
 
     Raises:
         ParallelSizeError: The sequence length does not divide.
-        ConfigurationError: A tensor cannot be cut, sequences are packed, padding is not on the right or is counted, or
-            the ranks hold different batches. All errors are raised on every rank.
+        ConfigurationError: A tensor cannot be cut, documents do not begin at 0, padding is not on the right or is
+            counted, or the ranks hold different batches. All errors are raised on every rank.
     """
-    with all_agree("cutting a batch", _ranks_of(cp_mesh)) as facts:
-        layout = SequenceLayout(cp_mesh.size())
+    layout = SequenceLayout(cp_mesh.size())
+    with all_agree("cutting a batch", [cp_mesh.get_group()]) as facts:
+        of_packing = {name: batch[name] for name in _OF_PACKING if name in batch}
+        batch = {name: values for name, values in batch.items() if name not in of_packing}
         _check(batch, layout)
+        starts = _document_starts(batch, of_packing)
         facts |= {
             name: f"{tuple(values.shape)} {values.dtype} with the checksum {int(fingerprint(values))}"
-            for name, values in sorted(batch.items())
+            for name, values in sorted({**batch, STARTS: starts}.items())
         }
-    reference = _reference(batch)
-    rows, length = reference.shape[:2]
+    length = starts.shape[1]
     whole = {name: values for name, values in batch.items() if name not in ("labels", "attention_mask")}
     if "labels" in batch:
         whole["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
-    whole["position_ids"] = torch.arange(length, device=reference.device).expand(rows, length)
+    whole["position_ids"] = torch.arange(length, device=starts.device) - starts
+    if bool(starts.any()):
+        whole[STARTS] = starts
     return {name: layout.cut(values, cp_mesh.get_local_rank(), 1).contiguous() for name, values in whole.items()}
-
-
-def _ranks_of(cp_mesh: object) -> Groups:
-    return default_if_all(cp_mesh.get_all_groups() if isinstance(cp_mesh, DeviceMesh) else ())
 
 
 def unshard_sequence(tensor: Tensor, cp_mesh: DeviceMesh, dim: int = 1) -> Tensor:
@@ -150,14 +158,9 @@ def unshard_sequence(tensor: Tensor, cp_mesh: DeviceMesh, dim: int = 1) -> Tenso
         tensor: This rank's part; the same shape on every rank.
         cp_mesh: As for `shard_batch`.
         dim: Of the sequence.
-
-    Raises:
-        ConfigurationError: The ranks' parts have different shapes; on every rank.
     """
-    with all_agree("gathering a sequence", _ranks_of(cp_mesh)) as facts:
-        layout = SequenceLayout(cp_mesh.size())
-        mine = tensor.detach().contiguous()
-        facts["a part"] = f"{tuple(mine.shape)} {mine.dtype}, divided along dimension {range(mine.ndim)[dim]}"
+    layout = SequenceLayout(cp_mesh.size())
+    mine = tensor.detach().contiguous()
     parts = [torch.empty_like(mine) for _ in range(cp_mesh.size())]
     dist.all_gather(parts, mine, group=cp_mesh.get_group())
     return layout.join(parts, dim)
@@ -176,20 +179,46 @@ def _check(batch: Mapping[str, Tensor], layout: SequenceLayout) -> None:
         if len(given) != (3 if name == _EMBEDDINGS else 2) or given[:2] != shape:
             raise ConfigurationError(
                 f"{name} of shape {given} cannot be cut along the sequence; give tensors of (batch, sequence) = "
-                f"{shape} only, without packed sequences and images"
+                f"{shape} only, without images"
             )
     layout.check_length(shape[1])
     if "labels" in batch and "shift_labels" in batch:
         raise ConfigurationError("the batch has labels and shift_labels; give one of them")
-    if "position_ids" in batch and not bool(
-        (batch["position_ids"] == torch.arange(shape[1], device=batch["position_ids"].device)).all()
-    ):
-        raise ConfigurationError(
-            "position_ids are not 0, 1, 2, ... in every row, so sequences are packed or padded on the left; give "
-            "one sequence per row, padded on the right, and leave position_ids out"
-        )
     if "attention_mask" in batch:
         _check_padding(batch)
+
+
+def _document_starts(batch: Mapping[str, Tensor], of_packing: Mapping[str, Any]) -> Tensor:
+    """Return where each token's document begins in its row, int64, (rows, length); zeros where rows are not packed."""
+    reference = _reference(batch)
+    rows, length = reference.shape[:2]
+    at = torch.arange(length, device=reference.device).expand(rows, length)
+    ends = of_packing.get("cu_seq_lens_q", of_packing.get("cu_seq_lens_k"))
+    found = torch.zeros_like(at)
+    if ends is not None:
+        if rows != 1 or ends.ndim != 1 or ends[0] != 0 or ends[-1] != length or bool((ends.diff() < 1).any()):
+            raise ConfigurationError(
+                f"cu_seq_lens_q={ends.tolist()} with {rows} rows of {length} tokens; give one row, and increasing ends "
+                f"of its documents from 0 to {length}"
+            )
+        found = ends.to(at)[torch.bucketize(at, ends.to(at), right=True) - 1]
+    if "position_ids" not in batch:
+        return found
+    starts = at - batch["position_ids"].to(at)
+    is_real = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(at, dtype=torch.bool)
+    begins = starts == at
+    goes_on = F.pad(starts[:, 1:] == starts[:, :-1], (1, 0), value=False)
+    wrong = (is_real & ~begins & ~goes_on).nonzero()
+    if wrong.numel():
+        row, token = wrong[0].tolist()
+        raise ConfigurationError(
+            f"position_ids are {int(batch['position_ids'][row, token])} at token {token} of row {row}, where they "
+            "neither go on nor begin at 0; give documents one after another, each numbered from 0, and padding last"
+        )
+    if ends is not None and bool((starts != found).any()):
+        raise ConfigurationError("position_ids and cu_seq_lens_q begin documents at different tokens; give one of them")
+    starts = torch.where(is_real, starts, 0)
+    return torch.where(is_real, starts, starts.amax(1, keepdim=True))  # padding belongs to the last document
 
 
 def _check_padding(batch: Mapping[str, Tensor]) -> None:
@@ -214,14 +243,22 @@ def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh) -> None:
 
     All state is in the model: its attention modules know their process group, and models on different meshes work side
     by side. Only the name of the attention function stays registered with transformers.
+
+    Args:
+        model: As above.
+        cp_mesh: The ranks that share sequences: one dimension, whose ranks gather keys and values; or two, "ring" and
+            "ulysses" of `create_ring_ulysses_mesh`, where those of "ulysses" exchange tokens for heads before.
     """
     from transformers import AttentionInterface, PreTrainedModel
 
-    if cp_mesh.ndim != 1:
+    if cp_mesh.ndim != 1 and cp_mesh.mesh_dim_names != ("ring", "ulysses"):
         raise ConfigurationError(
             f"cp_mesh has the dimensions {cp_mesh.mesh_dim_names}; give the one of the ranks that share sequences, "
-            'such as mesh["cp"]'
+            'such as mesh["cp"], or what create_ring_ulysses_mesh makes of it'
         )
+    exchange = HeadExchange(cp_mesh["ulysses"].get_group()) if cp_mesh.ndim == 2 else None
+    ring = cp_mesh if exchange is None else cp_mesh["ring"]
+    whole = cp_mesh if exchange is None else cp_mesh._flatten()
     layout = SequenceLayout(cp_mesh.size())
     inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if inner is None:
@@ -231,15 +268,17 @@ def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh) -> None:
         )
     _refuse_unfit(inner)
     windows = getattr(text_config(inner), "sliding_window", None) is not None
-    shared = ContextParallel(cp_mesh.get_group(), cp_mesh.get_local_rank(), layout, windows)
+    shared = ContextParallel(whole.get_group(), whole.get_local_rank(), layout, windows, ring.get_group(), exchange)
+    shared.check_heads(text_config(inner))
     AttentionInterface.register(NAME, context_parallel_attention)
     inner.set_attn_implementation(NAME)
     for layer in find_layers(inner).modules():
         for part in layer.modules():
             if hasattr(part, "config"):  # where transformers looks up the attention function
                 setattr(part, ATTRIBUTE, shared)
-    _pass_last_position(inner, layout.ranks)
+    _pass_last_position(inner, shared)
     model.register_forward_pre_hook(partial(_before_forward, shared), with_kwargs=True)
+    model.register_forward_hook(partial(_after_forward, shared), always_call=True)
     model.__dict__[ATTRIBUTE] = shared
 
 
@@ -296,10 +335,14 @@ def _before_forward(
         )
     if kwargs.get("use_cache"):
         raise ConfigurationError(f"{call}; use_cache=True is for generation; leave it out")
-    # All ranks together compare their positions with the layout; one all-reduce of one number.
+    # All ranks together compare their positions with the layout; one all-reduce of two numbers.
     expected = shared.layout.positions_of(shared.rank, positions.shape[-1], positions.device)
-    wrong = (positions != expected).any().to(torch.int32)
-    dist.all_reduce(wrong, dist.ReduceOp.MAX, group=shared.group)
+    starts = kwargs.get(STARTS)
+    shared.is_packed = starts is not None
+    wrong = (positions != (expected if starts is None else expected - starts)).any()
+    told = torch.stack([wrong.to(positions.dtype), positions.max()])
+    dist.all_reduce(told, dist.ReduceOp.MAX, group=shared.group)
+    wrong, shared.last_position = told.unbind()
     problem = "position_ids are not those of shard_batch for these ranks; cut every batch by shard_batch"
     if wrong.device.type == "cpu":
         if bool(wrong):
@@ -309,14 +352,68 @@ def _before_forward(
     return args, {**kwargs, "use_cache": False}
 
 
-@dataclass(frozen=True, eq=False)
+def _after_forward(shared: ContextParallel, *_: object) -> None:
+    shared.is_packed = False  # layers that are recomputed in backward have the arguments of their own forward
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """Ulysses' exchange: each rank gives its tokens of some heads away, and gets all tokens of its own heads."""
+
+    group: dist.ProcessGroup
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return dist.get_world_size(self.group)
+
+    def to_heads(self, tensor: Tensor) -> Tensor:
+        """Exchange (batch, heads, tokens, size) for (batch, heads / ranks, ranks * tokens, size), by rank."""
+        batch, heads, tokens, size = tensor.shape
+        parts = tensor.view(batch, self.ranks, heads // self.ranks, tokens, size).transpose(0, 1)
+        return self._exchanged(parts).permute(1, 2, 0, 3, 4).reshape(batch, -1, self.ranks * tokens, size)
+
+    def to_tokens(self, tensor: Tensor) -> Tensor:
+        """Reverse `to_heads`."""
+        batch, heads, tokens, size = tensor.shape
+        parts = tensor.view(batch, heads, self.ranks, tokens // self.ranks, size).permute(2, 0, 1, 3, 4)
+        return self._exchanged(parts).transpose(0, 1).reshape(batch, self.ranks * heads, -1, size)
+
+    def _exchanged(self, parts: Tensor) -> Tensor:
+        found: Tensor = collectives.all_to_all_single_autograd(parts.contiguous(), None, None, self.group)
+        return found
+
+
+@dataclass(eq=False)
 class ContextParallel:
     """The context-parallel ranks of one model, for its attention modules."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup  # all of them
     rank: int
     layout: SequenceLayout
     has_windows: bool  # some layers attend to a sliding window
+    ring: dist.ProcessGroup  # ranks that gather keys and values
+    exchange: HeadExchange | None  # between ranks that come one after another in `group`
+    is_packed: bool = False  # the rows of the forward that runs
+    last_position: Tensor | None = None  # the largest of the whole batch
+
+    @property
+    def queried_ranks(self) -> range:
+        """The ranks whose tokens this rank attends from."""
+        size = 1 if self.exchange is None else self.exchange.ranks
+        first = self.rank // size * size
+        return range(first, first + size)
+
+    def check_heads(self, config: Any) -> None:
+        """Raise if heads do not divide over the ranks that exchange them."""
+        heads = config.num_attention_heads
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        ranks = len(self.queried_ranks)
+        if heads % ranks or (groups % ranks and ranks % groups):
+            raise ParallelSizeError(
+                f"{heads} heads with {groups} of keys and values cannot be divided over {ranks} ranks of ulysses; give "
+                "an ulysses_degree that divides both, or a multiple of the second that divides the first"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """Share this between copies of a model: process groups cannot be copied."""
@@ -365,12 +462,25 @@ def context_parallel_attention(
     _refuse(module, shared, attention_mask, {**kwargs, "sliding_window": sliding_window})
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     math = _Math(scale, dropout, sliding_window, softcap)
-    gathered = _gather(torch.cat([key, value], -1), 0, shared.group).chunk(shared.layout.ranks, 0)
-    keys, values = shared.layout.join(gathered, 2).split([key.shape[-1], value.shape[-1]], -1)
-    ranges = shared.layout.ranges_of(shared.rank, query.shape[2])
-    pieces = query.chunk(len(ranges), 2)
-    out = [_attend(piece, keys, values, start, math) for piece, (start, _) in zip(pieces, ranges, strict=True)]
-    return torch.cat(out, 2).transpose(1, 2).contiguous(), None
+    starts, tokens, exchange = kwargs.get(STARTS), query.shape[2], shared.exchange
+    pairs = torch.cat([key, value], -1)
+    if exchange is not None:
+        if pairs.shape[1] % exchange.ranks:
+            pairs = pairs.repeat_interleave(exchange.ranks // pairs.shape[1], 1)
+        query, pairs = exchange.to_heads(query), exchange.to_heads(pairs)
+        if starts is not None:
+            starts = torch.cat(_gather(starts, 0, exchange.group).chunk(exchange.ranks), 1)
+    gathered = _gather(pairs, 0, shared.ring).chunk(dist.get_world_size(shared.ring), 0)
+    parts = [part for of_rank in gathered for part in of_rank.chunk(len(shared.queried_ranks), 2)]
+    keys, values = shared.layout.join(parts, 2).split([key.shape[-1], value.shape[-1]], -1)
+    ranges = [each for rank in shared.queried_ranks for each in shared.layout.ranges_of(rank, tokens)]
+    begins = [None] * len(ranges) if starts is None else starts.chunk(len(ranges), 1)
+    out = [
+        _attend(piece, keys, values, start, math, documents)
+        for piece, (start, _), documents in zip(query.chunk(len(ranges), 2), ranges, begins, strict=True)
+    ]
+    joined = torch.cat(out, 2) if exchange is None else exchange.to_tokens(torch.cat(out, 2))
+    return joined.transpose(1, 2).contiguous(), None
 
 
 def _refuse(module: nn.Module, shared: ContextParallel, attention_mask: Tensor | None, given: dict[str, Any]) -> None:
@@ -378,6 +488,11 @@ def _refuse(module: nn.Module, shared: ContextParallel, attention_mask: Tensor |
     found = [key for key in _CHANGES_THE_MATH if given.get(key) is not None and given[key] is not False]
     if attention_mask is not None:
         found.append("attention_mask")
+    if shared.is_packed and given.get(STARTS) is None:
+        raise ConfigurationError(
+            f"{name} is not given {STARTS} by its model, so tokens of packed rows would attend to other documents; "
+            "give one sequence per row"
+        )
     if found:
         raise ConfigurationError(
             f"{name} passes {', '.join(found)} to its attention, which context parallelism does not support; use "
@@ -393,14 +508,14 @@ def _refuse(module: nn.Module, shared: ContextParallel, attention_mask: Tensor |
             )
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, math: _Math) -> Tensor:
-    """Compute causal attention for a contiguous block of queries that starts at `start`."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, math: _Math, documents: Tensor | None) -> Tensor:
+    """Compute causal attention for a contiguous block of queries that starts at `start`; by the starts of documents."""
     end = start + query.shape[2]
     window = math.window if math.window is not None and math.window < end else None
     first = 0 if window is None else max(start - window + 1, 0)
     key, value = key[:, :, first:end], value[:, :, first:end]
     groups = query.shape[1] // key.shape[1]
-    if window is None and math.softcap is None:
+    if window is None and math.softcap is None and documents is None:
         bias: Any = _lower_right(query.shape[2], end)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=math.dropout, scale=math.scale, enable_gqa=groups > 1
@@ -411,6 +526,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, math: _Math) 
     mask = distance >= 0  # who sees whom: (tokens start to end, tokens first to end)
     if window is not None:
         mask &= distance < window
+    if documents is not None:  # (batch, 1, tokens start to end, tokens first to end)
+        mask = (mask & (torch.arange(first, end, device=query.device) >= documents[:, :, None]))[:, None]
     if math.softcap is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=math.dropout, scale=math.scale
@@ -428,8 +545,8 @@ def _lower_right(queries: int, keys: int) -> Tensor:
         return causal_lower_right(queries, keys)
 
 
-def _pass_last_position(model: nn.Module, ranks: int) -> None:
-    """Pass the whole sequence's last position to rotary modules that read the largest one; one rank alone has it.
+def _pass_last_position(model: nn.Module, shared: ContextParallel) -> None:
+    """Pass the whole batch's last position to rotary modules that read the largest one; one rank alone has it.
 
     Otherwise ranks would rotate the tokens of one sequence by different frequencies.
     """
@@ -437,7 +554,8 @@ def _pass_last_position(model: nn.Module, ranks: int) -> None:
     def append_last(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         in_kwargs = "position_ids" in kwargs
         positions: Tensor = kwargs["position_ids"] if in_kwargs else args[1]
-        longer = torch.cat([positions, torch.full_like(positions[..., :1], positions.shape[-1] * ranks - 1)], -1)
+        assert shared.last_position is not None
+        longer = torch.cat([positions, shared.last_position.expand_as(positions[..., :1])], -1)
         return (args, {**kwargs, "position_ids": longer}) if in_kwargs else ((args[0], longer, *args[2:]), kwargs)
 
     def drop_last(_module: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -238,9 +238,7 @@ class ShardState:
         apart, objects, aliases, shared = {}, {}, dict[int, list[DTensor]](), list[str]()
         for each in self.params:
             held = each.held
-            tensors, is_shared = each.take_aliases()
-            if tensors:
-                aliases[id(held)] = tensors
+            aliases[id(held)], is_shared = each.take_aliases()
             shared += [each.name] * is_shared
             whole = each.gather()
             if each.sharding is not self.sharding:

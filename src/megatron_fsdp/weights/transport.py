@@ -152,7 +152,7 @@ def for_vllm(source: WeightSource) -> Any:
     require("vllm", "for_vllm", "give the source itself: most back ends take what has its methods")
     transfer: Any = importlib.import_module("vllm.distributed.weight_transfer")
 
-    class ForVllm(transfer.WeightSource):  # type: ignore[misc, name-defined]
+    class ForVllm(transfer.WeightSource):  # type: ignore[misc]
         def metadata(self) -> list[Any]:
             return [transfer.ParamMeta(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
 
