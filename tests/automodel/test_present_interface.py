@@ -1,6 +1,7 @@
 """NeMo AutoModel's present interface: its classes, the dictionary of its YAML section, and its parallelizer."""
 
 import dataclasses
+from collections import UserList
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ Section = dict[str, Any]
         ("Auto", ("all",)),
         ("language+Vision", ("language", "vision")),
         (["audio", "language,vision"], ("audio", "language", "vision")),
+        (UserList(["vision", "audio"]), ("vision", "audio")),
     ],
 )
 def test_scopes_of_recomputation(given: Any, expected: tuple[str, ...]) -> None:

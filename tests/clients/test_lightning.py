@@ -90,6 +90,21 @@ def one_process(steps: int, *, clip: float | None = None) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
+class ByHand(Regression):
+    """Runs backward and step itself, inside of `training_step`."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, index)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        return loss.detach()
+
+
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: whole(param) for name, param in module.named_parameters()}
 
@@ -120,9 +135,11 @@ def trainer(folder: str, **options: Any) -> Any:
     )
 
 
-def fit(folder: str, epochs: int, resume: str | None = None, **options: Any) -> Any:
+def fit(
+    folder: str, epochs: int, resume: str | None = None, kind: type[Regression] = Regression, **options: Any
+) -> Any:
     with quiet():
-        module, runner = Regression(), trainer(folder, max_epochs=epochs, **options)
+        module, runner = kind(), trainer(folder, max_epochs=epochs, **options)
         runner.fit(module, data(), data(), ckpt_path=resume, **({"weights_only": False} if resume else {}))
         assert runner.global_step == 3 * epochs
         assert all(isinstance(each, ShardedModule) for each in (module, *module.blocks))
@@ -152,6 +169,11 @@ def test_replicas_are_as_one_process(tmp_path: Path) -> None:
     from megatron_fsdp.contrib.lightning import MegatronFSDPStrategy
 
     fit(str(tmp_path), 1, strategy=MegatronFSDPStrategy(fsdp_unit_modules=[Block], num_replicas=2))
+
+
+@on_ranks(2)
+def test_manual_optimization_is_as_one_process(tmp_path: Path) -> None:
+    fit(str(tmp_path), 1, kind=ByHand, gradient_clip_val=None)
 
 
 @on_ranks(2)

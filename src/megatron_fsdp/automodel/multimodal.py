@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +39,7 @@ def normalize_activation_checkpointing_scope(scope: Any) -> tuple[str, ...]:
     """
     entries = [scope] if scope is None or isinstance(scope, str) else scope
     allowed = f"give {', '.join(SCOPES)}, or several of the last four in a list"
-    if not isinstance(entries, list | tuple | set | frozenset) or not all(isinstance(e, str | None) for e in entries):
+    if not isinstance(entries, Sequence | AbstractSet) or not all(isinstance(e, str | None) for e in entries):
         raise ConfigurationError(f"activation_checkpointing_scope={scope!r}; {allowed}")
     parts = [part for entry in entries for part in (entry or "all").replace("+", ",").split(",")]
     words = [part.strip().lower().replace("-", "_") for part in parts]
