@@ -22,6 +22,7 @@ from megatron_fsdp import (
     fully_shard_model,
 )
 from megatron_fsdp.engine.engine import engine_of_module
+from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.experimental import (
     Placements,
     fully_shard,
@@ -384,6 +385,20 @@ def test_experts_have_a_mesh_of_their_own() -> None:
     for name, param in model.named_parameters():
         wanted = dict(reference.named_parameters())[name.replace("experts.0", f"experts.{chosen}")].grad
         torch.testing.assert_close(param.grad.full_tensor(), wanted)  # type: ignore[union-attr]
+
+
+@on_ranks(2)
+def test_messages_name_the_reset_of_the_context() -> None:
+    net, _ = pair()
+    context, data = shard(net, ["zero-3"], blocks_and_root), batches(2, 0)[0, dist.get_rank()]
+    handle = net.blocks[1].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        net(data).sum().backward()
+    handle.remove()
+    with pytest.raises(ScheduleError, match=r"call reset\(\) of the fully_shard_context after an exception"):
+        net(data)
+    context.reset()
+    net(data).sum().backward()
 
 
 @on_ranks(2)
