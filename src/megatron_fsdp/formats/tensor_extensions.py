@@ -16,7 +16,7 @@ strided view.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import gcd, prod
@@ -29,7 +29,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megatron_fsdp.engine.group_plan import GATHER_METHODS, GroupPlan
+from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.engine.group_plan import GATHER_METHODS, GroupPlan, ModelSharding
 from megatron_fsdp.engine.memory import shard_view
 from megatron_fsdp.engine.weight_quantizer import WrappingQuantizer
 from megatron_fsdp.errors import ConfigurationError
@@ -110,6 +111,27 @@ def tensor_extension_of(name: str, param: torch.Tensor, module: nn.Module) -> Te
             "MixedPrecisionPolicy(weight_format=...) to gather it in few bytes"
         )
     return TensorExtension(kind, inner[0], context, values.shape, module)
+
+
+def check_extensions(extensions: Mapping[str, TensorExtension], sharding: ModelSharding) -> None:
+    """Raise if tensor extensions are not sharded at whole rows, or not all-gathered."""
+    if not extensions:
+        return
+    options, reason = sharding.options, None
+    if options.strategy is not ShardingStrategy.optim_grads_params:
+        reason = f"with strategy {options.strategy.name}, which gathers none; use zero_dp_strategy 3"
+    elif sharding.dense.rank_mesh.tensor_parallel is not None or sharding.experts is not None:
+        reason = "beside tensor or expert parallelism, whose ranks would have to agree on its scales, too"
+    elif len(sharding.dense.rank_mesh.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard:
+        reason = "with main weights that outer ranks share out; use outer_dp_sharding_strategy 0"
+    elif options.offload.main_weights or options.offload.compute_weights:
+        reason = "with offloaded weights; leave offload out"
+    if reason is not None:
+        name, extension = next(iter(extensions.items()))
+        raise ConfigurationError(
+            f"{name} is a {extension.kind.__name__}, which is gathered in its own way; this cannot be done {reason}, "
+            "or give a plain parameter"
+        )
 
 
 def find_tensor_extensions(module: nn.Module) -> dict[str, TensorExtension]:

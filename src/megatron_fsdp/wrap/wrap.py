@@ -39,6 +39,7 @@ from megatron_fsdp.formats.delayed_linear import delayed_weight_gradients
 from megatron_fsdp.formats.fp8_linear import encoded_parameters
 from megatron_fsdp.formats.tensor_extensions import (
     TensorExtension,
+    check_extensions,
     extension_format,
     find_tensor_extensions,
 )
@@ -280,7 +281,7 @@ def _plan_together(
             module, options.policy, options.strategy, keeps_transposed=options.keep_fp8_transpose_cache
         )
         extensions = find_tensor_extensions(module)
-        _check_extensions(extensions, sharding)
+        check_extensions(extensions, sharding)
         plan = grouping.plan(module, sharding)
         facts |= _facts(module, plan, sharding)
         facts |= {
@@ -290,27 +291,6 @@ def _plan_together(
         facts["sync_model_each_microbatch"] = str(mode.auto_sync)
         facts[FOLDER_VARIABLE] = "set" if keeps_log else "not set"
     return plan, {**formats, **_extension_formats(extensions, params, sharding)}
-
-
-def _check_extensions(extensions: Mapping[str, TensorExtension], sharding: ModelSharding) -> None:
-    """Raise if tensor extensions are not sharded at whole rows, or not all-gathered."""
-    if not extensions:
-        return
-    options, reason = sharding.options, None
-    if options.strategy is not ShardingStrategy.optim_grads_params:
-        reason = f"with strategy {options.strategy.name}, which gathers none; use zero_dp_strategy 3"
-    elif sharding.dense.rank_mesh.tensor_parallel is not None or sharding.experts is not None:
-        reason = "beside tensor or expert parallelism, whose ranks would have to agree on its scales, too"
-    elif len(sharding.dense.rank_mesh.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard:
-        reason = "with main weights that outer ranks share out; use outer_dp_sharding_strategy 0"
-    elif options.offload.main_weights or options.offload.compute_weights:
-        reason = "with offloaded weights; leave offload out"
-    if reason is not None:
-        name, extension = next(iter(extensions.items()))
-        raise ConfigurationError(
-            f"{name} is a {extension.kind.__name__}, which is gathered in its own way; this cannot be done {reason}, "
-            "or give a plain parameter"
-        )
 
 
 def _extension_formats(
