@@ -73,10 +73,8 @@ BAD: dict[str, bytes] = {
     "truncated data": as_file(GOOD, DATA[:-1]),
     "many dimensions": as_file(changed("b", shape=[1 << 61] * 60_000)),
     "a large dimension": as_file(changed("b", shape=[10**4000] * 4)),
-    "a large offset": as_file(changed("b", data_offsets=[0, 10**4000])),
     "a long key": as_file({LONG: GOOD["b"]}),
     "a long dtype": as_file(changed("b", dtype=LONG)),
-    "long metadata": as_file({"__metadata__": {"a": [LONG]}}),
 }
 
 
@@ -162,15 +160,9 @@ def _cut(folder: Path) -> None:
 
 SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a path out of the folder": (outside, "'c' is in '../out.safetensors'"),
-    "an absolute path": (_index({"a": "/etc/x.safetensors"}), "'a' is in '/etc/x.safetensors'"),
-    "a pickle": (_index({"a": "pytorch_model.bin"}), "'a' is in 'pytorch_model.bin'"),
     "a file as a number": (_index({"a": 3}), "'a' is in 3"),
     "a long file": (_index({"w": LONG}), "safetensors"),
-    "a long key": (_index({LONG: "no.safetensors"}), "safetensors"),
-    "a long key and a number": (_index({LONG: 3}), "safetensors"),
-    "a file of 300 letters": (_index({"w": "x" * 300 + ".safetensors"}), "safetensors"),
     "no map": (_index(["a"]), "no weight_map"),
-    "an empty map": (_index({}), "no weight_map"),
     "no JSON": (lambda folder: (folder / INDEX_FILE).write_text("{") and None, "cannot be read as JSON"),
     "nested deeply": (
         lambda folder: (folder / INDEX_FILE).write_text("[" * 200_000) and None,
