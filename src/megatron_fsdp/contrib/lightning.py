@@ -38,20 +38,7 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class _ShardsUnits:
-    """What both strategies add to Lightning's: arguments that say how to shard, and the sharding.
-
-    Args:
-        fsdp_unit_modules: Classes or import paths of the modules to gather as units; None: those that the model
-            declares, or repeated blocks, and large embeddings and heads.
-        num_replicas: Groups of ranks that each hold all shards (HSDP).
-        reshard_after_forward: As of `fully_shard`.
-        param_dtype: Dtype to compute in; None: that of the parameters.
-        reduce_dtype: Dtype of reductions; None: `param_dtype`.
-        offload: Keep weights, gradients and optimizer state in host memory.
-        save_distributed_checkpoint: Save a folder of `torch.distributed.checkpoint`; False: one file.
-        process_group_backend: As of Lightning.
-        timeout: As of Lightning.
-    """
+    """What both strategies add to Lightning's: arguments that say how to shard, and the sharding."""
 
     def __init__(
         self,
@@ -110,6 +97,18 @@ class MegatronFSDPStrategy(_ShardsUnits, TrainerStrategy):
     """Shards a `LightningModule`: `Trainer(strategy="megatron_fsdp")`, or an instance where arguments are needed.
 
     It is Lightning's `ModelParallelStrategy`, in which `configure_model` also shards the module, as the root.
+
+    Args:
+        fsdp_unit_modules: Classes or import paths of the modules to gather as units; None: those that the model
+            declares, or repeated blocks, and large embeddings and heads.
+        num_replicas: Groups of ranks that each hold all shards (HSDP).
+        reshard_after_forward: As of `fully_shard`.
+        param_dtype: Dtype to compute in; None: that of the parameters.
+        reduce_dtype: Dtype of reductions; None: `param_dtype`.
+        offload: Keep weights, gradients and optimizer state in host memory.
+        save_distributed_checkpoint: Save a folder of `torch.distributed.checkpoint`; False: one file.
+        process_group_backend: As of Lightning.
+        timeout: As of Lightning.
     """
 
     def setup_environment(self) -> None:
@@ -132,6 +131,7 @@ class FabricMegatronFSDPStrategy(_ShardsUnits, FabricStrategy):
     """Shards models of `Fabric`: `Fabric(strategy="megatron_fsdp")`, or an instance where arguments are needed.
 
     It is Lightning's `ModelParallelStrategy` with its function given. Build optimizers after `Fabric.setup(model)`.
+    Arguments are those of `MegatronFSDPStrategy`.
     """
 
     def _function(self) -> dict[str, Any]:
