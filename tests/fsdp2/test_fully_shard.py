@@ -3,9 +3,11 @@
 import copy
 import io
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -461,6 +463,29 @@ def test_cleared_gradients_free_their_memory_at_once() -> None:
     optimizer.zero_grad()
     assert held() == 0  # the memory of what was kept is the program's
     assert kept.full_tensor().any()
+
+
+@on_ranks(3)
+def test_optimizers_step_on_local_tensors_and_show_their_state() -> None:
+    model, source = shard(build()), build()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, eps=0.1, amsgrad=True) for each in (model, source)]
+    seen = []
+
+    def show(optimizer: torch.optim.Optimizer, *_unused: Any) -> None:
+        seen.append({key: whole(value) for key, value in optimizer.state[model.head.weight].items()})
+
+    optimizers[0].register_step_post_hook(show)
+    adam = sys.modules["torch.optim.adam"]
+    with patch.object(adam, "adam", wraps=vars(adam)["adam"]) as step:
+        trained = train(model, True, optimizers[0])
+        assert {type(each) for call in step.call_args_list for group in call.args[:5] for each in group} == {Tensor}
+    assert_same(trained, train(source, False, optimizers[1]))
+    assert len(seen) == 3
+    wanted = optimizers[1].state[source.head.weight]
+    assert seen[0].keys() == wanted.keys()
+    assert_same([*seen[-1].values()], [*wanted.values()])
+    optimizers[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    assert_same(train(model, True, optimizers[0]), train(source, False, optimizers[1]))
 
 
 class Branch(nn.Module):

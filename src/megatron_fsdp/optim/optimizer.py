@@ -745,7 +745,7 @@ def _watchers() -> weakref.WeakKeyDictionary[Engine, OptimizerCheck]:
     """
     watchers: weakref.WeakKeyDictionary[Engine, OptimizerCheck] = weakref.WeakKeyDictionary()
     seen: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
-    frees: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+    adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before_step(optimizer: Optimizer, *_unused: Any) -> None:
         for engine in tuple(watchers):
@@ -753,6 +753,12 @@ def _watchers() -> weakref.WeakKeyDictionary[Engine, OptimizerCheck]:
         if seen.get(optimizer) is not optimizer.state:  # torch sets another one when it loads
             cut_state(optimizer)
             seen[optimizer] = optimizer.state
+        if optimizer in adopted or isinstance(optimizer, LocalView):
+            return
+        known = [engine.group_and_index for engine in watchers if optimizer not in engine.connected]
+        if any(id(param) in params for params in known for param in params_of(optimizer)):
+            adopted.add(optimizer)
+            _adopt(optimizer, watchers)
 
     def after_step(optimizer: Optimizer, *_unused: Any) -> None:
         if isinstance(optimizer, LocalView):
@@ -762,20 +768,33 @@ def _watchers() -> weakref.WeakKeyDictionary[Engine, OptimizerCheck]:
                 check.check_parameters(optimizer)
                 check.warn_of_unreduced(optimizer, engine)
                 engine.note_step(optimizer)
-        if optimizer not in frees:
-            frees.add(optimizer)
-            if any(id(param) in engine.group_and_index for engine in watchers for param in params_of(optimizer)):
-                _free_at_zero_grad(optimizer, watchers)
 
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
     return watchers
 
 
-def _free_at_zero_grad(optimizer: Optimizer, engines: Iterable[Engine]) -> None:
-    """Have `zero_grad` of an optimizer that is not connected free main gradients, as it frees gradients of torch's."""
+def _adopt(optimizer: Optimizer, engines: Iterable[Engine]) -> None:
+    """Spare an optimizer that is not connected what DTensors cost: dispatch in its steps, and gradients that are None.
+
+    Its steps run on local tensors (`local_step.py`), where they are of a known kind; `zero_grad` frees main gradients.
+    """
+    step = LocalStep()
+
+    def before(stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_connected = any(stepped in engine.connected for engine in tuple(engines))  # meanwhile
+        if is_connected or not args or args[0] is not stepped:
+            return None
+        return (step.proxy(stepped), *args[1:]), kwargs
+
+    def after(stepped: Optimizer, *_unused: Any) -> None:
+        step.finish(stepped)
+
+    optimizer.register_step_pre_hook(before)
+    first = optimizer.register_step_post_hook(after)
+    optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
     if "zero_grad" in vars(optimizer):
-        return  # connected, or the program's own; then the next forward frees them
+        return  # connected, or the program's own; then the next forward frees gradients
     owner, original = weakref.ref(optimizer), type(optimizer).zero_grad
 
     @functools.wraps(original)
