@@ -47,8 +47,8 @@ def _require_small_file(path: Path) -> None:
         raise ConfigurationError(f"{path} is no regular file of at most {_MAX_CONFIG_BYTES >> 20} MiB")
 
 
-_COUNTS_MODULES = re.compile(r"^(?!.*size).*(layers?|experts?|blocks?|depth)$")
-"""Matches fields that count modules, such as num_hidden_layers, n_layer and num_experts."""
+_COUNTS_MODULES = re.compile(r"^(?!.*size).*(layers?|experts?|blocks?|depths?)$")
+"""Matches fields that count modules, such as num_hidden_layers, n_layer, num_experts and depths."""
 
 
 def _check_counts(fields: Mapping[str, Any]) -> None:
@@ -56,8 +56,10 @@ def _check_counts(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if isinstance(value, Mapping):
             _check_counts(value)
-        elif isinstance(value, int) and value > _MOST_MODULES and _COUNTS_MODULES.search(name):
-            raise ConfigurationError(f"the config has {name}={value}; give at most {_MOST_MODULES}")
+            continue
+        for count in value if isinstance(value, list) else [value]:
+            if isinstance(count, int) and count > _MOST_MODULES and _COUNTS_MODULES.search(name):
+                raise ConfigurationError(f"the config has {name}={value}; give at most {_MOST_MODULES}")
 
 
 def build_from_config(config: Any, dtype: torch.dtype, kind: str | None = CAUSAL, **options: Any) -> nn.Module:
