@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fsdp.automodel.architecture import IGNORED_LABEL, find_layers, text_config
 from megatron_fsdp.checkpoint.hf.live import own_class
-from megatron_fsdp.comm.agreement import all_agree
+from megatron_fsdp.comm.agreement import Groups, all_agree, default_if_all
 from megatron_fsdp.comm.fingerprint import fingerprint
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
@@ -131,8 +131,8 @@ def shard_batch(batch: Mapping[str, Any], cp_mesh: DeviceMesh) -> dict[str, Tens
         ConfigurationError: A tensor cannot be cut, documents do not begin at 0, padding is not on the right or is
             counted, or the ranks hold different batches. All errors are raised on every rank.
     """
-    layout = SequenceLayout(cp_mesh.size())
-    with all_agree("cutting a batch", [cp_mesh.get_group()]) as facts:
+    with all_agree("cutting a batch", _ranks_of(cp_mesh)) as facts:
+        layout = SequenceLayout(cp_mesh.size())
         of_packing = {name: batch[name] for name in _OF_PACKING if name in batch}
         batch = {name: values for name, values in batch.items() if name not in of_packing}
         _check(batch, layout)
@@ -151,6 +151,10 @@ def shard_batch(batch: Mapping[str, Any], cp_mesh: DeviceMesh) -> dict[str, Tens
     return {name: layout.cut(values, cp_mesh.get_local_rank(), 1).contiguous() for name, values in whole.items()}
 
 
+def _ranks_of(cp_mesh: object) -> Groups:
+    return default_if_all(cp_mesh.get_all_groups() if isinstance(cp_mesh, DeviceMesh) else ())
+
+
 def unshard_sequence(tensor: Tensor, cp_mesh: DeviceMesh, dim: int = 1) -> Tensor:
     """Gather a sequence that is divided over the ranks, such as logits, on every rank; detached.
 
@@ -158,9 +162,14 @@ def unshard_sequence(tensor: Tensor, cp_mesh: DeviceMesh, dim: int = 1) -> Tenso
         tensor: This rank's part; the same shape on every rank.
         cp_mesh: As for `shard_batch`.
         dim: Of the sequence.
+
+    Raises:
+        ConfigurationError: The ranks' parts have different shapes; on every rank.
     """
-    layout = SequenceLayout(cp_mesh.size())
-    mine = tensor.detach().contiguous()
+    with all_agree("gathering a sequence", _ranks_of(cp_mesh)) as facts:
+        layout = SequenceLayout(cp_mesh.size())
+        mine = tensor.detach().contiguous()
+        facts["a part"] = f"{tuple(mine.shape)} {mine.dtype}, divided along dimension {range(mine.ndim)[dim]}"
     parts = [torch.empty_like(mine) for _ in range(cp_mesh.size())]
     dist.all_gather(parts, mine, group=cp_mesh.get_group())
     return layout.join(parts, dim)

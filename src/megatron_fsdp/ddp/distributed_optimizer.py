@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from megatron_fsdp.comm.agreement import agreed
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.fully_shard import fully_shard_optimizer
+from megatron_fsdp.fully_shard import fully_shard_optimizer, ranks_of_parameters
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.optim.optimizer import check_parameters, connect
 
@@ -57,6 +58,7 @@ class DistributedOptimizer(Optimizer):
 
     _step_supports_amp_scaling = False  # a scaler that leaves unscaling to the step would have scaled gradients clipped
 
+    @agreed("connecting the optimizer", lambda _self, optimizer=None, *_, **__: ranks_of_parameters(optimizer))
     def __init__(self, optimizer: Optimizer, model: MegatronFSDP, *, clip_grad: float | None = None) -> None:
         if not isinstance(model, MegatronFSDP):
             raise ConfigurationError(

@@ -112,7 +112,7 @@ class WeightSource:
         self._model, self._group = model, group
         self._choice = Choice(dtype, names, tied, experts, adapters, include, buffers, values, bucket_bytes)
         self._destination = destination
-        self._device = None if device is None else torch.device(device)
+        self._device = device
         self._engines = _engines_of(model)
         self._keeps = snapshot
         self._snapshot = Snapshot(snapshot == "cpu")
@@ -183,6 +183,7 @@ class WeightSource:
                 given, known = getattr(choice, name), " or ".join(map(repr, words.split()))
                 raise ConfigurationError(f"{name}={given!r} is unknown; give {known}")
         check_bucket_bytes(choice.bucket_bytes)
+        self._device = None if self._device is None else torch.device(self._device)
         for dtype in choice.dtype.values() if isinstance(choice.dtype, Mapping) else [choice.dtype]:
             if dtype is not None and not getattr(dtype, "is_floating_point", False):
                 raise ConfigurationError(
@@ -192,9 +193,9 @@ class WeightSource:
 
     def _receivers(self) -> list[int] | None:
         """Return the global ranks that the tensors are shared out to; None: every rank gets all."""
+        ranks = sorted(gather_over(self.ranks or (None,), rank_of()))  # also for "all": another rank may differ
         if self._destination == "all":
             return None
-        ranks = sorted(gather_over(self.ranks or (None,), rank_of()))
         if self._group is not None:
             ranks = dist.get_process_group_ranks(self._group)
         if self._destination == "spread":
