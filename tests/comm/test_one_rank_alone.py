@@ -445,6 +445,9 @@ def calls() -> dict[str, Call]:
         "WeightSource(device)": given("device", "nothing", "cpu", passes),
         "DistributedOptimizer(clip_grad)": given("clip_grad", "x", 1.0, distributed_optimizer),
         "DistributedOptimizer(model)": given("model", 3, None, distributed_optimizer),
+        "build_mesh_context(sizes)": given("tp_size", 5, 1, meshes),
+        "build_mesh_context(other sizes)": lambda bad: meshes(tp_size=dist.get_world_size() if bad else 1),
+        "build_mesh_context(config)": given("config", 3, am.FSDP2Config(backend="gloo"), meshes),
         "shard_batch(mesh)": given("cp_mesh", 3, None, cuts),
         "shard_batch(batch)": given("batch", 3, None, cuts),
         "unshard_sequence(type)": given("tensor", 3, torch.ones(1, 4), unshards),
@@ -541,6 +544,10 @@ def distributed_optimizer(**given: Any) -> None:
     made = ddp()
     arguments = {"model": made, **{name: value for name, value in given.items() if value is not None}}
     DistributedOptimizer(torch.optim.SGD(made.parameters(), lr=0.1), **arguments)
+
+
+def meshes(**given: Any) -> None:
+    am.build_mesh_context(**{"config": am.FSDP2Config(backend="gloo"), **given})
 
 
 def cuts(**given: Any) -> None:

@@ -27,6 +27,7 @@ from megatron_fsdp.automodel.config import (
     check_config,
     resolve_sizes,
 )
+from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.comm.groups import bound_device
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, warn_caller
 
@@ -192,17 +193,18 @@ class MeshContext:
             ConfigurationError: The strategy is none, or `world_size` is not the number of ranks.
             NotSupportedYetError: `ranks` leaves ranks out.
         """
-        if isinstance(strategy_config, str):
-            raise ConfigurationError(
-                f"Unknown distributed strategy config type str ({strategy_config!r}); give an FSDP2Config, a "
-                "MegatronFSDPConfig or a DDPConfig, or its name to DistributedSetup.build"
-            )
-        device = set_up_ranks(check_config(strategy_config).backend, timeout_minutes)
-        sizes = parallelism_sizes or ParallelismSizes()
-        made = _create_device_meshes(
-            strategy_config, sizes, world_size=world_size, timeout_minutes=timeout_minutes, ranks=ranks
-        )
-        resolved = resolve_sizes(strategy_config, dist.get_world_size(), **vars(sizes))
+        with all_agree("building the meshes") as facts:
+            if isinstance(strategy_config, str):
+                raise ConfigurationError(
+                    f"Unknown distributed strategy config type str ({strategy_config!r}); give an FSDP2Config, a "
+                    "MegatronFSDPConfig or a DDPConfig, or its name to DistributedSetup.build"
+                )
+            device = set_up_ranks(check_config(strategy_config).backend, timeout_minutes)
+            check_all_ranks(world_size, ranks)
+            sizes = parallelism_sizes or ParallelismSizes()
+            resolved = resolve_sizes(strategy_config, dist.get_world_size(), **vars(sizes))
+            facts |= {"the strategy": type(strategy_config).__name__, "sizes": str(resolved)}
+        made = _create_device_meshes(strategy_config, resolved, device.type, timeout_minutes)
         return cls(*made, strategy_config=strategy_config, sizes=resolved, device=device)
 
     @classmethod
@@ -426,17 +428,10 @@ def get_megatron_dp_axis(mesh: DeviceMesh) -> str:
 
 
 def _create_device_meshes(
-    config: DistributedConfig,
-    sizes: ParallelismSizes,
-    *,
-    world_size: int | None = None,
-    timeout_minutes: float | None = None,
-    ranks: Sequence[int] | None = None,
+    config: DistributedConfig, sizes: ParallelSizes, device_type: str, timeout_minutes: float | None
 ) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """Build the mesh and that of experts from checked sizes, as `MeshContext.build` says."""
-    check_all_ranks(world_size, ranks)
-    resolved = resolve_sizes(config, dist.get_world_size(), **vars(sizes))
-    made = _meshes(config, resolved, set_up_ranks(config.backend).type)
+    made = _meshes(config, sizes, device_type)
     if timeout_minutes is not None:
         for mesh in filter(None, made):
             # of all axes, flattened ones included
