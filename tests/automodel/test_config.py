@@ -213,7 +213,8 @@ OTHER = r"FSDP2Config or MegatronFSDPConfig; DDPConfig takes dp_size, so leave {
         (MEGATRON, 2, {"pp_size": 2}, "^pp_size=2 is only supported with FSDP2Config; MegatronFSDPConfig takes dp_"),
         (MEGATRON, 4, {"pp_size": 7}, "^pp_size=7 is only supported with FSDP2Config"),  # not: the product is wrong
         (DDP, 2, {"tp_size": 2}, "^tp_size=2 is only supported with " + OTHER.format("tp_size")),
-        (DDP, 2, {"ep_size": 2}, "^ep_size=2 is only supported with FSDP2Config; "),
+        (DDP, 2, {"ep_size": 2}, "^ep_size=2 is only supported with " + OTHER.format("ep_size")),
+        (MEGATRON, 4, {"ep_size": 3}, "^dp_size x cp_size x tp_size = 4 x 1 x 1 = 4 cannot be divided by ep_size=3"),
         (
             FSDP2,
             8,

@@ -3,23 +3,30 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_fsdp.automodel import MegatronFSDPManager, MoEParallelizerConfig, build_mesh_context, parallelize_model
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts, placement_of, shard_experts
+from megatron_fsdp.checkpoint.load import load_checkpoint
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from tests.automodel.training import reference, whole
+from tests.automodel.process_groups import groups_destroyed
+from tests.automodel.training import managed, optimizer_of, reference, strategy, train, whole
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
+from tests.support.dcp_contents import assert_same_contents, contents, state_of
 from tests.support.language_models import batch_of, build, label_count, token_loss_sum
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, refusal
 
@@ -139,12 +146,15 @@ def test_whole_experts_are_shared_out_if_they_divide_else_slices(
 
 @on_ranks(2)
 def test_tokens_that_ranks_have_in_common_count_once() -> None:
-    """Ranks that have the same tokens, as tensor-parallel ones have: only experts are divided."""
+    """Ranks that have the same tokens, as tensor-parallel ones have, send half of them each."""
     expected = reference("qwen2_moe", steps=1, changes={"num_hidden_layers": 2}).gradients[0]
     model, mesh, batch = build("qwen2_moe", num_hidden_layers=2), expert_mesh(2), batch_of()
-    names = parallelize_experts(model, mesh["ep"])
-    shard_experts(model, names, mesh["ep_shard"], **_POLICIES, gradient_divisor=2)
-    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    names = parallelize_experts(model, mesh["ep"], mesh["ep"])
+    shard_experts(model, names, mesh["ep_shard"], **_POLICIES, gradient_divisor=1)
+    with Sent() as forward:
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    rows = [count for name, count, is_float in forward.calls if name == "all_to_all_single" and is_float]
+    assert rows[::2] == [batch["input_ids"].numel() // 2 * CHOSEN] * 2
     (token_loss_sum(logits, batch["labels"]) / label_count(batch["labels"])).backward()
     found = {name: whole(p.grad) for name, p in model.named_parameters()}
     assert_equal_tensors(found, expected, 1e-4, 1e-6)
@@ -253,3 +263,83 @@ def test_sizes_and_repetitions_are_refused() -> None:
     parallelize_experts(model, mesh)
     told = refusal(parallelize_experts, model, mesh)
     assert told.startswith(f"{NAME} (DividedMixtralExperts) has gate_up_proj divided over ranks already")
+
+
+# ---- this package's engine -------------------------------------------------------------------------------------------
+
+
+def on_engine(model: nn.Module, ep_size: int = 1, **fields: Any) -> Any:
+    return managed(strategy("megatron_fsdp", **fields), model, ep_size=ep_size)
+
+
+@on_ranks(2)
+def test_the_engine_refuses_what_it_cannot_do_with_experts_on_all_ranks() -> None:
+    with_buffer = build("mixtral", num_hidden_layers=1)
+    with_buffer.get_submodule(NAME).register_buffer("scale", torch.ones(4))
+    config = strategy("megatron_fsdp")
+    with groups_destroyed():
+        for wanted, model, options in (
+            ("LlamaForCausalLM has no module called experts", build("llama"), {}),
+            (f"{NAME} (MixtralExperts) has a buffer (scale); expert parallelism needs", with_buffer, {}),
+            (f"{NAME} has 3 experts (config.num_local", build("mixtral", num_hidden_layers=1, num_local_experts=3), {}),
+            (
+                "which tokens an expert computes together",
+                build("mixtral"),
+                {"deterministic": "world", "calculate_per_token_loss": True},
+            ),
+        ):
+            message = refusal(on_engine, model, ep_size=2, **options)
+            assert wanted in message
+            assert "\n" not in message
+        context = build_mesh_context(config, ep_size=2)
+        meshes: Any = context.device_mesh, context.moe_mesh
+        for options in ({"mp_policy": MixedPrecisionPolicy()}, {"reshard_after_forward": True}):
+            told = refusal(MegatronFSDPManager, config, *meshes, MoEParallelizerConfig(**options))
+            assert "moe_parallel_config sets mp_policy or reshard_after_forward, which are FSDP2's" in told
+        model = build("mixtral")
+        optimizer = torch.optim.SGD(model.parameters())
+        manager = MegatronFSDPManager(config, *meshes)
+        assert "an optimizer cannot be given with ep_size > 1" in refusal(manager.parallelize, model, optimizer)
+
+
+@on_ranks(2)
+def test_routers_are_kept_where_layers_are_recomputed_by_the_engine() -> None:
+    flops = []
+    with groups_destroyed():
+        for ignores in (False, True):
+            context = build_mesh_context(strategy("megatron_fsdp", activation_checkpointing="full"), ep_size=2)
+            context.moe_parallel_config = MoEParallelizerConfig(ignore_router_for_ac=ignores)
+            model = parallelize_model(build("mixtral", num_hidden_layers=1), context)
+            loss = model(**batch_of(), use_cache=False).loss
+            with FlopCounterMode(display=False) as counter:
+                loss.backward()
+            flops.append(counter.get_total_flops())
+    assert flops[1] < flops[0]
+
+
+def saved_again(source: Path | None, target: Path, ep_size: int) -> list[float]:
+    """Load what was saved, or train two steps; save it; and go on."""
+    with groups_destroyed():
+        model = on_engine(build("qwen3_moe", seed=0 if source is None else 1, num_hidden_layers=2), ep_size)
+        optimizer = optimizer_of(model)
+        if source is None:
+            train(model, optimizer=optimizer)
+        else:
+            assert load_checkpoint(model, optimizer, source, with_rng=False).is_complete
+        dcp.save(state_of(model, optimizer), checkpoint_id=target)
+        return train(model, optimizer=optimizer).losses
+
+
+@pytest.mark.full
+def test_experts_load_into_another_number_of_ranks_bit_for_bit(run_ranks: RunRanks, tmp_path: Path) -> None:
+    first, second, third = (tmp_path / name for name in ("4 ranks", "2 ranks", "4 ranks again"))
+    losses = [
+        run_ranks(4, saved_again, None, first, 2)[0],
+        run_ranks(2, saved_again, first, second, 1)[0],
+        run_ranks(4, saved_again, second, third, 2)[0],
+    ]
+    expected = contents(str(first))
+    assert expected["model.module.model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 32, 32)
+    assert_same_contents(contents(str(second)), expected)
+    assert_same_contents(contents(str(third)), expected)
+    torch.testing.assert_close(losses[1:], [losses[0]] * 2)

@@ -166,7 +166,7 @@ def test_ranks_of_one_model_have_the_same_rows_and_dropout(name: str, dropout: f
 UNSUPPORTED: list[tuple[Any, str, str, dict[str, int], str]] = [
     (AutoModelForCausalLM, "t5", "megatron_fsdp", {}, "builds no AutoModelForCausalLM from T5Config"),
     (AutoModelForCausalLM, "llama", "ddp", {"tp_size": 2}, "tp_size=2 is only supported with FSDP2Config or MegatronF"),
-    (AutoModelForCausalLM, "mixtral", "fsdp2", {"tp_size": 2, "ep_size": 2}, "ep_size=2 with tp_size=2: tensor-paral"),
+    (AutoModelForCausalLM, "llama", "megatron_fsdp", {"ep_size": 2}, "LlamaForCausalLM has no module called experts"),
     (AutoModelForSequenceClassification, "llama", "fsdp2", {"cp_size": 2}, "its head looks at one token of the sequ"),
 ]
 """Class, model, strategy, sizes, and what is said."""

@@ -1,7 +1,7 @@
 """Any strategy on any mesh trains as one process does: losses, logits, norms, every gradient and two updates."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import transformers
 from megatron_fsdp.automodel import AutoModelForCausalLM, PipelineConfig
 from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import assert_trained_alike, managed, parameters_of, reference, strategy, train
-from tests.support.language_models import FAMILIES, build
+from tests.support.language_models import DIVISIBLE, build
 from tests.support.on_ranks import assert_equal_tensors, on_ranks, once
 
 
@@ -29,6 +29,7 @@ class Case:
         rows: Of the batch; or of each data-parallel rank.
         edit: Changes the whole model in place before it is divided.
         loss_inside: The model computes the loss, in place of the loop.
+        steps: Updates.
     """
 
     kind: str
@@ -40,11 +41,12 @@ class Case:
     rows: Any = 4
     edit: Callable[[Any], None] | None = None
     loss_inside: bool = False
+    steps: int = 2
 
     def expected(self) -> Any:
         """What one process computes."""
         rows = self.rows if isinstance(self.rows, int) else sum(self.rows)
-        return reference(self.kind, steps=2, rows=rows, changes=self.changes, edit=self.edit)
+        return reference(self.kind, steps=self.steps, rows=rows, changes=self.changes, edit=self.edit)
 
 
 def check(cases: list[Case]) -> None:
@@ -55,7 +57,8 @@ def check(cases: list[Case]) -> None:
                 case.edit(model)
             sharded = managed(strategy(case.name, **case.fields), model, case.pipeline, **case.sizes)
             try:
-                assert_trained_alike(train(sharded, rows=case.rows, loss_inside=case.loss_inside), case.expected())
+                run = train(sharded, steps=case.steps, rows=case.rows, loss_inside=case.loss_inside)
+                assert_trained_alike(run, case.expected())
             except AssertionError as error:
                 raise AssertionError(f"{case}: {error}") from None
 
@@ -66,8 +69,7 @@ UNTIED = {"tie_word_embeddings": False}
 SOFTCAP = {"attn_logit_softcapping": 1.0}
 """So low that scores bend."""
 
-DIVISIBLE = tuple(kind for kind in FAMILIES if kind != "gpt2")  # for gpt2 transformers has no plan
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe")
 
 
 def tensors(kind: str, size: int = 2, names: tuple[str, ...] = ("fsdp2",), **changes: Any) -> list[Case]:
@@ -81,6 +83,11 @@ def tensors(kind: str, size: int = 2, names: tuple[str, ...] = ("fsdp2",), **cha
 
 def experts(kind: str, size: int = 2, changes: dict[str, Any] | None = None, **options: Any) -> Case:
     return Case(kind, {"ep_size": size}, changes={**TWO_LAYERS, **(changes or {})}, **options)
+
+
+def beside(kind: str, name: str = ENGINE, ep_size: int = 2, **sizes: int) -> Case:
+    """Experts beside tensor or context parallelism."""
+    return Case(kind, {"ep_size": ep_size, **sizes}, name, {}, TWO_LAYERS)
 
 
 def sequences(kind: str, size: int = 2, **options: Any) -> Case:
@@ -156,9 +163,23 @@ TABLE: dict[str, tuple[int, list[Case]]] = {
             for name, splits in (("fsdp2", True), (ENGINE, False))
         ],
     ),
-    **{f"experts-{kind}": (2, [experts(kind)]) for kind in MIXTURES},
-    **{f"experts-{kind}-4": (4, [experts(kind, 4), experts(kind, 2)]) for kind in MIXTURES},
+    **{f"experts-{kind}": (2, [experts(kind), experts(kind, name=ENGINE, steps=3)]) for kind in MIXTURES},
+    **{
+        f"experts-{kind}-4": (4, [experts(kind, 4), experts(kind, 2), experts(kind, 2, name=ENGINE, steps=3)])
+        for kind in MIXTURES
+    },
     "experts-edges": (2, EDGES_OF_EXPERTS),
+    "experts-edges-engine": (2, [replace(case, name=ENGINE) for case in EDGES_OF_EXPERTS]),
+    "experts-beside": (
+        4,
+        [
+            beside("deepseek_v3", tp_size=2),
+            beside("qwen3_moe", cp_size=2),
+            beside("mixtral", "fsdp2", tp_size=2),
+            beside("olmoe", tp_size=4, ep_size=4),
+            beside("mixtral", "fsdp2", cp_size=2),
+        ],
+    ),
     "experts-slices": (4, [experts("qwen3_moe", changes={"num_experts": 6})]),  # 3 are not shared out whole to 2 ranks
     "sequences": (2, ALL_SEQUENCES),
     "sequences-4": (4, [sequences("gemma2", 4, changes=SOFTCAP)]),
@@ -245,6 +266,8 @@ FILES: dict[str, tuple[int, Case]] = {
     "experts-4": (4, Case("qwen3_moe", {"ep_size": 4})),
     "experts-slices": (4, Case("mixtral", {"ep_size": 2}, changes={**TWO_LAYERS, "num_local_experts": 6})),
     "experts-sharded": (4, Case("qwen2_moe", {"ep_size": 2}, changes={"num_experts": 6})),
+    "experts-engine": (4, Case("gpt_oss", {"ep_size": 2}, ENGINE, {"activation_checkpointing": "full"})),
+    "experts-engine-beside": (4, Case("deepseek_v3", {"ep_size": 2, "tp_size": 2}, ENGINE)),
     "copies": (4, Case("llama", {"dp_replicate_size": 2})),
 }
 

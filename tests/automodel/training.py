@@ -69,7 +69,7 @@ def managed(config: Any, model: nn.Module, pipeline: PipelineConfig | None = Non
     if isinstance(config, DDPConfig):
         made = DDPManager(config).parallelize(model)
     elif isinstance(config, MegatronFSDPConfig):
-        made, _ = MegatronFSDPManager(config, mesh).parallelize(model)
+        made, _ = MegatronFSDPManager(config, mesh, context.moe_mesh).parallelize(model)
     else:
         made = FSDP2Manager(config, mesh, context.moe_mesh)
         if context.sizes.pp > 1:
@@ -89,12 +89,21 @@ def managed(config: Any, model: nn.Module, pipeline: PipelineConfig | None = Non
 
 def gradients_of(model: Any) -> dict[str, Tensor]:
     """All gradients that there are, whole, by the names of the unwrapped model."""
-    return _of_all_stages(model, {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+    return _of_all_stages(
+        model, {n: _whole(model, n, p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    )
 
 
 def parameters_of(model: Any) -> dict[str, Tensor]:
     """All parameters, whole, by the names of the unwrapped model."""
-    return _of_all_stages(model, {name: whole(param) for name, param in model.named_parameters()})
+    return _of_all_stages(model, {name: _whole(model, name, param) for name, param in model.named_parameters()})
+
+
+def _whole(model: Any, name: str, tensor: Tensor) -> Tensor:
+    """All elements; of experts that the engine divides over ranks, those of all ranks."""
+    if isinstance(model, MegatronFSDP):
+        tensor = model.checkpoint_names.saved_view(plain_name(name), tensor)
+    return whole(tensor)
 
 
 def _of_all_stages(model: Any, own: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_dropout
 _DENSE = {**_TOKENS, **_SIZES, **_HEADS, "pad_token_id": 1, "tie_word_embeddings": False}
 _GPT2 = {**_TOKENS, "n_embd": 32, "n_inner": 48, "n_layer": 4, "n_head": 4, "n_positions": 64}
 _GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6, "tie_word_embeddings": True}
+_SHORT_WINDOW = {"sliding_window": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _ROUTING = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
@@ -45,8 +46,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("Qwen2Moe", {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}),
     "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "head_dim": 8}),
     "deepseek_v3": ("DeepseekV3", {**_EXPERTS, **_ROUTING, **_LATENT}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, **_SHORT_WINDOW}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
 }
 """kind -> (prefix of the classes in transformers, what differs from the common sizes)."""
+
+DIVISIBLE = tuple(kind for kind in FAMILIES if kind not in ("gpt2", "gpt_oss", "olmoe"))
+"""Those that tensor and sequence parallelism are offered for."""
 
 NO_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout", "embedding_dropout")
 

@@ -384,11 +384,12 @@ def _parallel(
         return live
     mesh = context.device_mesh
     assert mesh is not None
+    experts = context.moe_mesh, moe_parallel_config
     if isinstance(config, MegatronFSDPConfig):
-        model, _ = MegatronFSDPManager(config, mesh).parallelize(live, leaves_empty=True)
+        model, _ = MegatronFSDPManager(config, mesh, *experts).parallelize(live, leaves_empty=True)
         allocate(model, context.device)
         return model
-    manager = FSDP2Manager(config, mesh, context.moe_mesh, moe_parallel_config)
+    manager = FSDP2Manager(config, mesh, *experts)
 
     def shard(stage: nn.Module) -> nn.Module:
         sharded = manager.parallelize(stage)

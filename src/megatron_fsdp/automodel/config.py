@@ -307,14 +307,15 @@ class DDPConfig(_Config):
 @explains_fields
 @dataclass
 class MoEParallelizerConfig:
-    """Settings of `FSDP2Config` for experts that are divided over ranks (`ep_size` > 1).
+    """Settings for experts that are divided over ranks (`ep_size` > 1).
 
     Attributes:
         ignore_router_for_ac: Keep the products of routers where layers are recomputed, instead of computing them again.
-        reshard_after_forward: Release the weights of experts after forward, and gather them again in backward.
+        reshard_after_forward: Release the weights of experts after forward, and gather them again in backward;
+            `FSDP2Config` only.
         lm_head_precision: Not supported yet.
         wrap_outer_model: True.
-        mp_policy: Dtypes of experts; None: those of the layers.
+        mp_policy: Dtypes of experts; None: those of the layers. `FSDP2Config` only.
 
     Raises:
         ConfigurationError: A value is of another type.
@@ -376,7 +377,7 @@ class ParallelismSizes:
         tp_size: Tensor-parallel ranks.
         pp_size: Pipeline-parallel ranks; `FSDP2Config` only.
         cp_size: Context-parallel ranks.
-        ep_size: Expert-parallel ranks; `FSDP2Config` only.
+        ep_size: Expert-parallel ranks.
     """
 
     dp_size: int | None = None
@@ -392,7 +393,7 @@ SIZE_NAMES = tuple(each.name for each in fields(ParallelismSizes))
 
 _ALLOWED = {
     FSDP2Config: SIZE_NAMES,
-    MegatronFSDPConfig: ("dp_size", "tp_size", "cp_size"),
+    MegatronFSDPConfig: ("dp_size", "tp_size", "cp_size", "ep_size"),
     DDPConfig: ("dp_size",),
 }
 

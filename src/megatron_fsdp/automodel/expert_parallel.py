@@ -33,6 +33,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp.automodel.architecture import text_config
+from megatron_fsdp.automodel.tensor_parallel.styles import not_a_view, summed, with_summed_gradient
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
 _CONFIG_FIELDS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
@@ -43,31 +44,44 @@ _WANTED = (
 )
 
 
-def parallelize_experts(model: nn.Module, ep_mesh: DeviceMesh) -> list[str]:
+def parallelize_experts(
+    model: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None = None, *, as_dtensors: bool = True
+) -> list[str]:
     """Leave each rank an equal share of every layer's experts, and send tokens to them.
 
-    Weights of experts become DTensors, `Shard(0)` on `ep_mesh` (the "ep" dimension alone), under their former names.
     Everything else, such as routers, stays whole on every rank, for its own tokens. Auxiliary losses of routers
-    (`output_router_logits=True`) are computed from a rank's own tokens, as under data parallelism. Returns the names of
-    the experts modules, for `shard_experts`.
+    (`output_router_logits=True`) are computed from a rank's own tokens, as under data parallelism.
+
+    Args:
+        model: Whole; changed in place.
+        ep_mesh: The "ep" dimension alone.
+        tp_mesh: Ranks that have the same tokens; each sends its share of them. None: ranks have tokens of their own.
+        as_dtensors: Weights of experts become DTensors, `Shard(0)` on `ep_mesh`, under their former names; False: plain
+            parameters, as this package's engine takes them with the mesh of experts.
+
+    Returns:
+        The names of the experts modules.
+
+    Raises:
+        ParallelSizeError: The ranks do not divide the experts.
+        ConfigurationError: There are none, or they cannot be divided.
     """
-    experts = _find_experts(model)
-    for name, part in experts.items():
-        num_experts = len(next(part.parameters()))
-        if num_experts % ep_mesh.size():
-            raise ParallelSizeError(
-                f"{name} has {num_experts} experts ({_config_field(model, num_experts)}), which ep_size="
-                f"{ep_mesh.size()} does not divide; give an ep_size that divides the number of experts"
-            )
+    experts = find_experts(model, ep_mesh.size())
     for part in experts.values():
         num_local = len(next(part.parameters())) // ep_mesh.size()
         for name, param in list(part.named_parameters()):
-            part.register_parameter(name, _share_of(param, ep_mesh, num_local))
+            part.register_parameter(name, _share_of(param, ep_mesh, num_local, as_dtensors))
         former: Any = type(part)
         part.__class__ = _divided_class(former)
         assert isinstance(part, DividedExperts)
-        part.expert_mesh, part.num_local = ep_mesh, num_local
+        part.expert_mesh, part.tensor_mesh, part.num_local = ep_mesh, tp_mesh, num_local
     return list(experts)
+
+
+def engine_mesh(moe_mesh: DeviceMesh, dim: str) -> DeviceMesh:
+    """Return the mesh (ep_shard, ep) of experts as this package's engine takes it, sharded over `dim`; collective."""
+    made: DeviceMesh = moe_mesh._unflatten("ep_shard", (moe_mesh["ep_shard"].size(), 1), (dim, "tp"))
+    return made
 
 
 def find_routers(model: nn.Module, expert_names: Sequence[str]) -> list[nn.Module]:
@@ -81,22 +95,23 @@ def _divided_class(former: type[nn.Module]) -> type[DividedExperts]:
     return type(f"Divided{former.__name__}", (DividedExperts, former), {})
 
 
-def _share_of(param: nn.Parameter, mesh: DeviceMesh, num_local: int) -> nn.Parameter:
+def _share_of(param: nn.Parameter, mesh: DeviceMesh, num_local: int, as_dtensor: bool) -> nn.Parameter:
     """Copy this rank's rows into their own memory, so that the others' can be freed."""
     local = (
         param.detach()
         .narrow(0, mesh.get_local_rank() * num_local, num_local)
         .clone(memory_format=torch.contiguous_format)
     )
-    contiguous = torch.empty(param.shape, device="meta").stride()
-    share = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=contiguous)
-    divided = nn.Parameter(share, requires_grad=param.requires_grad)
+    if as_dtensor:
+        contiguous = torch.empty(param.shape, device="meta").stride()
+        local = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=contiguous)
+    divided = nn.Parameter(local, requires_grad=param.requires_grad)
     divided.__dict__.update(param.__dict__)  # marks of transformers, such as that a weight is initialised
     return divided
 
 
-def _find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Find all experts modules by name, and raise for those that cannot be divided over ranks."""
+def find_experts(model: nn.Module, ranks: int) -> dict[str, nn.Module]:
+    """Find all experts modules by name, and raise for those that so many ranks cannot divide."""
     found = {name: part for name, part in model.named_modules() if name.rpartition(".")[2] == "experts"}
     if not found:
         raise ConfigurationError(
@@ -107,6 +122,12 @@ def _find_experts(model: nn.Module) -> dict[str, nn.Module]:
         problem = _problem(part)
         if problem is not None:
             raise ConfigurationError(f"{name} ({type(part).__name__}) {problem}; {_WANTED}")
+        num_experts = len(next(part.parameters()))
+        if num_experts % ranks:
+            raise ParallelSizeError(
+                f"{name} has {num_experts} experts ({_config_field(model, num_experts)}), which ep_size={ranks} does "
+                "not divide; give an ep_size that divides the number of experts"
+            )
     return found
 
 
@@ -159,6 +180,7 @@ class DividedExperts(nn.Module):
     """
 
     expert_mesh: DeviceMesh  # one-dimensional, of the expert-parallel ranks
+    tensor_mesh: DeviceMesh | None  # one-dimensional, of ranks that have the same tokens
     num_local: int  # experts of each rank; rank r of the mesh has those from r * num_local on
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -166,6 +188,16 @@ class DividedExperts(nn.Module):
 
         T tokens (T, hidden) of this rank, k experts of each, numbered over all ranks (T, k), and their factors (T, k).
         """
+        if (mesh := self.tensor_mesh) is None:
+            return self._dispatch(hidden_states, top_k_index, top_k_weights)
+        tokens = torch.arange(len(hidden_states), device=hidden_states.device)
+        mine = torch.tensor_split(tokens, mesh.size())[mesh.get_local_rank()]
+        hidden_states = with_summed_gradient(hidden_states, mesh)
+        share = hidden_states[mine], top_k_index[mine], with_summed_gradient(top_k_weights, mesh)[mine]
+        parts = torch.zeros_like(hidden_states).index_copy(0, mine, self._dispatch(*share))
+        return not_a_view(summed(parts, mesh))
+
+    def _dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         num_chosen = top_k_index.shape[-1]
         order = torch.argsort(top_k_index.flatten(), stable=True)
         plan = _plan_exchange(top_k_index, self.expert_mesh, self.num_local)
@@ -242,9 +274,8 @@ def shard_experts(
 
         gradient = sum over ep_shard ranks / gradient_divisor
 
-    With `gradient_divisor = ep_shard * ep = dp * cp * tp` it is, as that of all other weights, the mean over
-    data-parallel ranks of the gradients of their losses; tokens that tensor-parallel ranks have in common arrive from
-    each of them, and so count once.
+    With `gradient_divisor = dp * cp` it is, as that of all other weights, the mean over data-parallel ranks of the
+    gradients of their losses; of tokens that tensor-parallel ranks have in common each rank sends its share.
 
     With one rank in `ep_shard_mesh` nothing is sharded, but precision and the factor are applied. Inputs and outputs of
     experts are not cast: inside of a layer they have the layer's dtypes, and the router's weights may be more precise.

@@ -20,7 +20,13 @@ from megatron_fsdp.automodel import forwards
 from megatron_fsdp.automodel.architecture import find_layers, lists_of_layers
 from megatron_fsdp.automodel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig, MoEParallelizerConfig
 from megatron_fsdp.automodel.context_parallel import enable_context_parallel
-from megatron_fsdp.automodel.expert_parallel import find_routers, parallelize_experts, shard_experts
+from megatron_fsdp.automodel.expert_parallel import (
+    engine_mesh,
+    find_experts,
+    find_routers,
+    parallelize_experts,
+    shard_experts,
+)
 from megatron_fsdp.automodel.gradients import DEFERS, reshard_units
 from megatron_fsdp.automodel.meshes import (
     FSDP2_AXES,
@@ -35,7 +41,7 @@ from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel
 from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
-from megatron_fsdp.errors import ConfigurationError, ParallelSizeError, warn_caller
+from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.fully_shard import fully_shard, fully_shard_model
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.optim.optimizer import KEEPS_FLOAT32_BY
@@ -152,13 +158,16 @@ def _chain_prefetches(units: Sequence[FSDPModule], forward_depth: int, backward_
             unit.set_modules_to_backward_prefetch(behind)
 
 
-def _divide(model: nn.Module, config: FSDP2Config | MegatronFSDPConfig, mesh: DeviceMesh) -> None:
-    """Divide tensors and sequences over ranks, on axes with several."""
+def _divide(
+    model: nn.Module, config: FSDP2Config | MegatronFSDPConfig, mesh: DeviceMesh, moe_mesh: DeviceMesh | None
+) -> list[str]:
+    """Divide experts, tensors and sequences over ranks, on axes with several; return the names of divided experts."""
+    experts = [] if moe_mesh is None else list(find_experts(model, moe_mesh["ep"].size()))
     options = ("sequence_parallel", "tp_plan", "enable_async_tensor_parallel")
     chosen = [name for name in options if getattr(config, name, None)]
     if mesh["tp"].size() > 1:
         plan = config.tp_plan if isinstance(config, FSDP2Config) else None
-        parallelize_tensors(model, mesh["tp"], plan=plan, sequence_parallel=config.sequence_parallel)
+        parallelize_tensors(model, mesh["tp"], plan=plan, sequence_parallel=config.sequence_parallel, apart=experts)
         if "enable_async_tensor_parallel" in chosen:
             enable_async_tensor_parallel(mesh["tp"])
     elif chosen:
@@ -166,11 +175,15 @@ def _divide(model: nn.Module, config: FSDP2Config | MegatronFSDPConfig, mesh: De
             f"{' and '.join(chosen)} of {type(config).__name__}: no effect with tp_size=1; give tp_size, or leave it "
             "out"
         )
+    if moe_mesh is not None:
+        same_tokens = mesh["tp"] if mesh["tp"].size() > 1 else None
+        parallelize_experts(model, moe_mesh["ep"], same_tokens, as_dtensors=isinstance(config, FSDP2Config))
     ranks, degree = mesh["cp"], config.ulysses_degree
     if degree > 1:
         ranks = create_ring_ulysses_mesh(mesh, ring_degree=ranks.size() // degree, ulysses_degree=degree)
     if ranks.size() > 1:
         enable_context_parallel(model, ranks)
+    return experts
 
 
 class FSDP2Manager(_Manager):
@@ -202,7 +215,7 @@ class FSDP2Manager(_Manager):
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Make a model parallel in place; a model on the meta device has to be filled afterwards.
 
-        Order: experts, tensors, sequences, recomputation, compilation, shards, prefetching. An axis of one rank is
+        Order: tensors, experts, sequences, recomputation, compilation, shards, prefetching. An axis of one rank is
         skipped; shards and dtypes are the same for one rank as for many.
 
         Args:
@@ -215,11 +228,6 @@ class FSDP2Manager(_Manager):
             ConfigurationError: The model is parallel already, has no layers or does not fit a size.
         """
         config, mesh = self.config, self.device_mesh
-        if self.moe_mesh is not None and mesh["tp"].size() > 1:
-            raise ParallelSizeError(
-                f"ep_size={self.moe_mesh['ep'].size()} with tp_size={mesh['tp'].size()}: tensor-parallel ranks share "
-                "the experts out by themselves, so give one of the two"
-            )
         _refuse_parallel_model(model)
         if config.offload_policy is not None and config.offload_policy.pin_memory and mesh.device_type == "cpu":
             raise ConfigurationError(
@@ -229,13 +237,11 @@ class FSDP2Manager(_Manager):
         find_layers(model)
         if config.patch_is_packed_sequence:
             forwards.assume_no_packed_sequences(model)
-        experts = parallelize_experts(model, self.moe_mesh["ep"]) if self.moe_mesh is not None else []
-        _divide(model, config, mesh)
+        experts = _divide(model, config, mesh, self.moe_mesh)
         if config.activation_checkpointing:
             recomputed = layers_to_recompute(model, config.activation_checkpointing_scope)
             is_selective = config.activation_checkpointing == "selective"
-            of_experts = self.moe_parallel_config
-            kept = [] if of_experts is None or not of_experts.ignore_router_for_ac else find_routers(model, experts)
+            kept = _routers_to_keep(model, experts, self.moe_parallel_config)
             forwards.checkpoint_layers(model, is_selective=is_selective, layers=recomputed, kept=kept)
         self.maybe_compile(model)
         if config.autocast_dtype is not None:
@@ -273,7 +279,7 @@ class FSDP2Manager(_Manager):
                 mp_policy=(of_experts.mp_policy if of_experts else None) or layer_policy,
                 offload_policy=config.offload_policy or OffloadPolicy(),
                 reshard_after_forward=of_experts.reshard_after_forward if of_experts else reshards is not False,
-                gradient_divisor=self.moe_mesh.size(),
+                gradient_divisor=self.moe_mesh.size() // self.device_mesh["tp"].size(),
             )
         where, towers = config.multimodal.frozen_sharding, frozen_towers(model)
         if where == "replicate":
@@ -293,6 +299,14 @@ class FSDP2Manager(_Manager):
                 _chain_prefetches(units, config.fsdp2_forward_prefetch_depth, config.fsdp2_backward_prefetch_depth)
 
 
+def _routers_to_keep(
+    model: nn.Module, experts: Sequence[str], moe_parallel_config: MoEParallelizerConfig | None
+) -> list[nn.Module]:
+    """Return the routers whose products are not to be recomputed."""
+    keeps = moe_parallel_config is not None and moe_parallel_config.ignore_router_for_ac
+    return find_routers(model, experts) if keeps else []
+
+
 def _check_replicas(towers: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
     """Raise for towers whose dtype is not that of their inputs: FSDP2 casts only modules that it shards."""
     found = {param.dtype for tower in towers for param in tower.parameters()} - {dtype}
@@ -309,15 +323,32 @@ class MegatronFSDPManager(_Manager):
     Attributes:
         config: The configuration.
         device_mesh: (dp, cp, tp) of `create_device_mesh`.
+        moe_mesh: (ep_shard, ep), or None without expert parallelism.
+        moe_parallel_config: Only `ignore_router_for_ac` counts.
 
     Raises:
-        ConfigurationError: The config is of another strategy, or the mesh lacks an axis.
+        ConfigurationError: The config is of another strategy, the mesh lacks an axis, or `moe_parallel_config` sets
+            what only FSDP2 does.
     """
 
-    def __init__(self, config: MegatronFSDPConfig, device_mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        config: MegatronFSDPConfig,
+        device_mesh: DeviceMesh,
+        moe_mesh: DeviceMesh | None = None,
+        moe_parallel_config: MoEParallelizerConfig | None = None,
+    ) -> None:
         _check_arguments("MegatronFSDPManager", config, MegatronFSDPConfig, device_mesh, MEGATRON_AXES)
+        of_experts = moe_parallel_config or MoEParallelizerConfig()
+        if of_experts.mp_policy is not None or of_experts.reshard_after_forward:
+            raise ConfigurationError(
+                "moe_parallel_config sets mp_policy or reshard_after_forward, which are FSDP2's; under "
+                "MegatronFSDPConfig experts have the dtypes and the strategy of all weights, so leave both out"
+            )
         self.config = config
         self.device_mesh = device_mesh
+        self.moe_mesh = moe_mesh
+        self.moe_parallel_config = moe_parallel_config
 
     def parallelize(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, leaves_empty: bool = False
@@ -326,9 +357,9 @@ class MegatronFSDPManager(_Manager):
 
         Args:
             model: A decoder of transformers; on the meta device only with `init_fsdp_with_meta_device`.
-            optimizer: Built on the model's parameters, to be sharded along; not with `tp_size` > 1, where tensors are
-                divided first, under a new identity. None: build it on the returned model's parameters and give it to
-                `fully_shard_optimizer`.
+            optimizer: Built on the model's parameters, to be sharded along; not with `tp_size` or `ep_size` > 1, where
+                tensors are divided first, under a new identity. None: build it on the returned model's parameters and
+                give it to `fully_shard_optimizer`.
             leaves_empty: Give what is on the meta device memory and no values, and leave buffers there.
 
         Returns:
@@ -340,21 +371,23 @@ class MegatronFSDPManager(_Manager):
         mesh = self.device_mesh
         _refuse_parallel_model(model)
         find_layers(model)
-        if mesh["tp"].size() > 1 and optimizer is not None:
+        if optimizer is not None and (mesh["tp"].size() > 1 or self.moe_mesh is not None):
             raise ConfigurationError(
-                "an optimizer cannot be given with tp_size > 1, which replaces its parameters; build it on the "
-                "returned model's parameters and call fully_shard_optimizer"
+                f"an optimizer cannot be given with {'tp_size' if self.moe_mesh is None else 'ep_size'} > 1, which "
+                "replaces its parameters; build it on the returned model's parameters and call fully_shard_optimizer"
             )
         if mesh["cp"].size() > 1 and self.config.deterministic is not None:
             raise ConfigurationError(
                 f'deterministic="{self.config.deterministic}" cannot hold with cp_size={mesh["cp"].size()}: '
                 "context parallelism cuts the sums over a sequence; leave cp_size out"
             )
-        _divide(model, self.config, mesh)
+        experts = _divide(model, self.config, mesh, self.moe_mesh)
         if self.config.activation_checkpointing is True:
             forwards.checkpoint_mlps(model)
         elif self.config.activation_checkpointing:
-            forwards.checkpoint_layers(model, is_selective=self.config.activation_checkpointing == "selective")
+            is_selective = self.config.activation_checkpointing == "selective"
+            kept = _routers_to_keep(model, experts, self.moe_parallel_config)
+            forwards.checkpoint_layers(model, is_selective=is_selective, kept=kept)
         setattr(model, KEEPS_FLOAT32_BY, "MegatronFSDPConfig(preserve_fp32_weights=True, grad_reduce_in_fp32=True)")
         arguments = self.engine_arguments()
         if leaves_empty:
@@ -372,9 +405,11 @@ class MegatronFSDPManager(_Manager):
             grad_comm_dtype=None,
             weight_format=config.weight_format,
         )
+        dim = get_megatron_dp_axis(self.device_mesh)
         return {
             "device_mesh": self.device_mesh,
-            "dp_shard_dim": get_megatron_dp_axis(self.device_mesh),
+            "expt_device_mesh": None if self.moe_mesh is None else engine_mesh(self.moe_mesh, dim),
+            "dp_shard_dim": dim,
             "tp_dim": "tp",
             "fsdp_unit_modules": config.megatron_fsdp_unit_modules,
             "zero_dp_strategy": config.zero_dp_strategy,

@@ -51,11 +51,12 @@ class ModelParallelizer:
                 f"{type(config).__name__} needs a device_mesh, and the context has none; use "
                 "MeshContext.build(config, ...)"
             )
-        elif isinstance(config, MegatronFSDPConfig):
-            made, _ = MegatronFSDPManager(config, mesh).parallelize(model)
         else:
             experts = mesh_context.moe_mesh, mesh_context.moe_parallel_config
-            made = FSDP2Manager(config, mesh, *experts).parallelize(model)
+            if isinstance(config, MegatronFSDPConfig):
+                made, _ = MegatronFSDPManager(config, mesh, *experts).parallelize(model)
+            else:
+                made = FSDP2Manager(config, mesh, *experts).parallelize(model)
         if mesh_context.reapply_trainability is not None:
             mesh_context.reapply_trainability(made)
         return made

@@ -327,7 +327,7 @@ def _check_options(sharding: ModelSharding) -> None:
     elif is_tensor_parallel:
         reason = "tensor parallelism cuts the sums inside of matrix products; use a mesh without a tensor-parallel axis"
     elif sharding.experts is not None:
-        reason = "which tokens an expert computes together depends on the ranks; leave expt_device_mesh out"
+        reason = "which tokens an expert computes together depends on the ranks; leave expt_device_mesh (ep_size) out"
     if deterministic is not None and reason is not None:
         raise ConfigurationError(f'deterministic="{deterministic}" cannot hold here: {reason}')
     if shares_outer and options.offload.compute_weights:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -71,6 +71,7 @@ def parallelize_tensors(
     *,
     plan: plans.Plan | str | None = None,
     sequence_parallel: bool = False,
+    apart: Collection[str] = (),
 ) -> None:
     """Divide the layers of a model over tensor-parallel ranks, in place; call it before anything else wraps layers.
 
@@ -85,6 +86,8 @@ def parallelize_tensors(
             plans of transformers use; or the import path of such a dict or of a function without arguments that
             returns one. None: the plan that transformers has for the model.
         sequence_parallel: Divide the tokens of the residual stream, too. Rows must then divide by the ranks.
+        apart: Names of modules that are left alone. They run on whole tokens; the caller divides them, as experts over
+            ranks of their own.
 
     Raises:
         ConfigurationError: There is no plan, an entry names nothing, or a style does not fit its module.
@@ -102,7 +105,9 @@ def parallelize_tensors(
     styles = ties.adapt(base, matched.modules)
     plans.check_heads(base, styles, tp_mesh.size())
     region = sequence_region(base, styles) if sequence_parallel else None
-    steps = _steps(base, styles, region)
+    steps = {name: step for name, step in _steps(base, styles, region).items() if name not in apart}
+    named = {name: style for name, style in matched.parameters.items() if name.rpartition(".")[0] not in apart}
+    matched = replace(matched, parameters=named)
     _check(base, steps, matched, tp_mesh.size())
     head_owners = _head_owners(styles) if plan is not None else ()
     parts, running = _try_division(base, steps, matched, tp_mesh.size(), region, head_owners)
@@ -110,8 +115,10 @@ def parallelize_tensors(
     # What others have noted on parameters, such as that they are initialized, is kept.
     notes = {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)}
     _apply(base, steps, matched, tp_mesh)
-    units = undivided_units(model, {base.get_submodule(name) for name in steps}, parts)
-    for module, uses in _where_they_run(model, units, running):
+    left_alone = {base.get_submodule(name) for name in apart}
+    units = undivided_units(model, {base.get_submodule(name) for name in steps} | left_alone, parts)
+    own = [(module, uses) for module, uses in units if module not in left_alone]
+    for module, uses in _where_they_run(model, own, running):
         for use in uses:
             place(module.get_submodule(use.path), use.name, tp_mesh, Replicate())
         use_plain_tensors(module, uses)
@@ -414,11 +421,12 @@ class FirstBackwards:
 
     def _is_whole(self, param: nn.Parameter) -> bool:
         # Of ours, the engine has compared the gradients.
-        return (
-            isinstance(param, DTensor)
-            and not hasattr(param, "_megatron_fsdp_model")
-            and param.placements[self._dim_of(param.device_mesh)].is_replicate()
-        )
+        if not isinstance(param, DTensor) or hasattr(param, "_megatron_fsdp_model"):
+            return False
+        names = param.device_mesh.mesh_dim_names or ()
+        if "ep" in names:  # each rank has experts of its own
+            return False
+        return param.placements[self._dim_of(param.device_mesh)].is_replicate()
 
     def _dim_of(self, mesh: DeviceMesh) -> int:
         names = mesh.mesh_dim_names or ()

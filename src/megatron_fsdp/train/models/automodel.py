@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.automodel import (
     AutoModelForCausalLM,
@@ -28,7 +27,7 @@ from megatron_fsdp.automodel import (
 from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.automodel.auto_model import fill_weights, load_generation_config, refuse_quantised
 from megatron_fsdp.automodel.context_parallel import enable_context_parallel
-from megatron_fsdp.automodel.expert_parallel import parallelize_experts
+from megatron_fsdp.automodel.expert_parallel import engine_mesh, parallelize_experts
 from megatron_fsdp.automodel.forwards import MLP_NAMES, recompute_in_backward
 from megatron_fsdp.automodel.initial_values import allocate, draw_missing
 from megatron_fsdp.automodel.managers import shard_by_layers
@@ -54,9 +53,6 @@ from megatron_fsdp.train.models.trained import (
 from megatron_fsdp.train.options import TrainingOptions
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.ranks import Rank
-
-_EP = "ep"
-
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------
 
@@ -144,7 +140,8 @@ def shard_transformers(job: Job, rank: Rank, vocab_size: int) -> Trained:
     config = transformers_config(options.model, vocab_size)
     check_fits(config, vocab_size, job.seq_length)
     meshes = FSDP2Config(backend=backend_of(rank))
-    context = build_mesh_context(meshes, tp_size=sizes.tensor, pp_size=sizes.pipeline, cp_size=sizes.context)
+    axes = {"tp_size": sizes.tensor, "pp_size": sizes.pipeline, "cp_size": sizes.context, "ep_size": sizes.expert}
+    context = build_mesh_context(meshes, **axes)
     meta_model = build_from_config(config, job.dtype)
     refuse_quantised(meta_model)
     if options.model.hf_model is not None:
@@ -195,8 +192,9 @@ def _parallelize(job: Job, context: MeshContext, model: nn.Module) -> Distribute
     dim = "dp_shard_cp" if sizes.context > 1 else "dp_shard"
     cuts: dict[str, Any] = {"tp_dim": "tp"}
     if sizes.expert > 1:
-        # Experts have no tensor-parallel ranks.
-        cuts = {"expt_device_mesh": _divide_experts(model, context, sizes.expert, dim)}
+        assert context.moe_mesh is not None
+        parallelize_experts(model, context.moe_mesh["ep"], as_dtensors=False)
+        cuts["expt_device_mesh"] = engine_mesh(context.moe_mesh, dim)
     if sizes.tensor > 1:
         parallelize_tensors(model, context.axis("tp"), sequence_parallel=job.options.parallel.sequence_parallel)
     if sizes.context > 1:
@@ -205,25 +203,6 @@ def _parallelize(job: Job, context: MeshContext, model: nn.Module) -> Distribute
     wrapped = wrap(job, model, mesh, dim, init_model_with_meta_device=ALLOCATE_ONLY, **cuts)
     allocate(wrapped, context.device)
     return wrapped
-
-
-def _divide_experts(model: nn.Module, context: MeshContext, expert: int, dim: str) -> DeviceMesh:
-    """Keep this rank's experts as plain parameters, and send tokens to the ranks of their experts; in place.
-
-    Returns the mesh of the experts, whose ranks are neighbours in one pipeline stage. Its data-parallel dimension keeps
-    its usual name.
-    """
-    sizes = context.sizes
-    shape = (sizes.pp, sizes.dp_cp * sizes.tp // expert, expert)
-    mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=("pp_of_experts", dim, _EP))[dim, _EP]
-    for name in parallelize_experts(model, mesh[_EP]):
-        experts = model.get_submodule(name)
-        for key, param in list(experts.named_parameters(recurse=False)):
-            assert isinstance(param, DTensor)
-            own = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
-            own.__dict__.update(param.__dict__)
-            experts.register_parameter(key, own)
-    return mesh
 
 
 def place_in(context: MeshContext) -> Place:
