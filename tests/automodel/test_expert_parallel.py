@@ -18,12 +18,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_fsdp import fully_shard_optimizer
 from megatron_fsdp.automodel import MegatronFSDPManager, MoEParallelizerConfig, build_mesh_context, parallelize_model
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts, placement_of, shard_experts
 from megatron_fsdp.checkpoint.load import load_checkpoint
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from tests.automodel.process_groups import groups_destroyed
-from tests.automodel.training import managed, optimizer_of, reference, strategy, train, whole
+from tests.automodel.training import (
+    gradients_of,
+    managed,
+    optimizer_of,
+    parameters_of,
+    reference,
+    strategy,
+    train,
+    whole,
+)
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.dcp_contents import assert_same_contents, contents, state_of
@@ -343,3 +353,28 @@ def test_experts_load_into_another_number_of_ranks_bit_for_bit(run_ranks: RunRan
     assert_same_contents(contents(str(second)), expected)
     assert_same_contents(contents(str(third)), expected)
     torch.testing.assert_close(losses[1:], [losses[0]] * 2)
+
+
+@pytest.mark.full
+@on_ranks(4)
+def test_muon_steps_each_expert_as_a_matrix_of_its_own() -> None:
+    with groups_destroyed():
+        model, plain = (build("qwen3_moe", num_hidden_layers=1) for _ in range(2))
+        sharded = on_engine(model, 2)
+        params = dict(sharded.named_parameters())
+        optimizer = torch.optim.Muon([value for name, value in params.items() if name.endswith("mlp.gate.weight")])
+        optimizer.add_param_group({"params": [value for value in params.values() if value.ndim == 3]})
+        fully_shard_optimizer(optimizer)
+        sharded(input_ids=batch_of()["input_ids"], use_cache=False).logits.square().mean().backward()
+        gradients = gradients_of(sharded)
+        stacks = {name: param for name, param in plain.named_parameters() if param.ndim == 3}
+        matrices = [nn.Parameter(matrix) for param in stacks.values() for matrix in param.detach()]
+        for matrix, gradient in zip(matrices, (each for name in stacks for each in gradients[name]), strict=True):
+            matrix.grad = gradient
+        torch.optim.Muon(matrices).step()
+        optimizer.step()
+        found = parameters_of(sharded)
+        assert_equal_tensors({name: found[name] for name in stacks}, stacks)
+        assert not torch.equal(
+            stacks[f"{NAME}.down_proj"], build("qwen3_moe", num_hidden_layers=1).get_parameter(f"{NAME}.down_proj")
+        )

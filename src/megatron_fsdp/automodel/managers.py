@@ -158,7 +158,7 @@ def _chain_prefetches(units: Sequence[FSDPModule], forward_depth: int, backward_
             unit.set_modules_to_backward_prefetch(behind)
 
 
-def _divide(
+def divide(
     model: nn.Module, config: FSDP2Config | MegatronFSDPConfig, mesh: DeviceMesh, moe_mesh: DeviceMesh | None
 ) -> list[str]:
     """Divide experts, tensors and sequences over ranks, on axes with several; return the names of divided experts."""
@@ -237,7 +237,7 @@ class FSDP2Manager(_Manager):
         find_layers(model)
         if config.patch_is_packed_sequence:
             forwards.assume_no_packed_sequences(model)
-        experts = _divide(model, config, mesh, self.moe_mesh)
+        experts = divide(model, config, mesh, self.moe_mesh)
         if config.activation_checkpointing:
             recomputed = layers_to_recompute(model, config.activation_checkpointing_scope)
             is_selective = config.activation_checkpointing == "selective"
@@ -381,7 +381,7 @@ class MegatronFSDPManager(_Manager):
                 f'deterministic="{self.config.deterministic}" cannot hold with cp_size={mesh["cp"].size()}: '
                 "context parallelism cuts the sums over a sequence; leave cp_size out"
             )
-        experts = _divide(model, self.config, mesh, self.moe_mesh)
+        experts = divide(model, self.config, mesh, self.moe_mesh)
         if self.config.activation_checkpointing is True:
             forwards.checkpoint_mlps(model)
         elif self.config.activation_checkpointing:

@@ -108,8 +108,10 @@ HF = {"hf_config": "folder", "seq_length": 8, "micro_batch_size": 1, "train_iter
         ({**DECODER, "fp16": True, "check_for_nan_in_loss_and_grad": True}, "--fp16 .* contradicts --check-for-nan-in"),
         ({**DECODER, "pipeline_model_parallel_size": 2}, "the decoder of this package is not cut"),
         ({**DECODER, "tensor_model_parallel_size": 2}, "the decoder of this package is not cut"),
-        ({**MIXTRAL, "expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, "give one of the two"),
-        ({**MIXTRAL, **FSDP2, "expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, "one of the two"),
+        (
+            {**MIXTRAL, "expert_model_parallel_size": 3, "tensor_model_parallel_size": 2},
+            "size 3 does not divide the 4 da",
+        ),
         ({**MIXTRAL, **FSDP2, "num_experts": 3, "expert_model_parallel_size": 2}, "does not divide --num-experts 3"),
         ({**LLAMA, **FSDP2, "expert_model_parallel_size": 2}, "does not divide --num-experts None"),
         ({**LLAMA, **FSDP2, "pipeline_model_parallel_size": 4}, "is more than --num-layers 2"),

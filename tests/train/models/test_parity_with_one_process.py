@@ -123,6 +123,7 @@ TABLE: dict[str, tuple[int, dict[str, Any]]] = {
         {**SHARDED_BUCKETS, **EXPERT},
         {**EVERYTHING, **EXPERT, **CONTEXT},
         {**EVERYTHING, **EXPERT, **PIPELINE},
+        {**EVERYTHING, **EXPERT, **TENSOR},
     ),
 }
 SHORT = ["five samples on 3 ranks by 1", "optim_grads", "sgd", "two instances, optim", "llama 2", "llama 14"]

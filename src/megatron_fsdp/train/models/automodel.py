@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from megatron_fsdp.automodel import (
     AutoModelForCausalLM,
     FSDP2Config,
+    MegatronFSDPConfig,
     Pipeline,
     PipelineConfig,
     build_mesh_context,
@@ -26,15 +27,13 @@ from megatron_fsdp.automodel import (
 )
 from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.automodel.auto_model import fill_weights, load_generation_config, refuse_quantised
-from megatron_fsdp.automodel.context_parallel import enable_context_parallel
-from megatron_fsdp.automodel.expert_parallel import engine_mesh, parallelize_experts
+from megatron_fsdp.automodel.expert_parallel import engine_mesh
 from megatron_fsdp.automodel.forwards import MLP_NAMES, recompute_in_backward
 from megatron_fsdp.automodel.initial_values import allocate, draw_missing
-from megatron_fsdp.automodel.managers import shard_by_layers
+from megatron_fsdp.automodel.managers import divide, shard_by_layers
 from megatron_fsdp.automodel.meshes import MeshContext
 from megatron_fsdp.automodel.pipeline_parallel import build_pipeline
 from megatron_fsdp.automodel.pipeline_parallel.stages import tied_embeddings
-from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY
 from megatron_fsdp.config.hf_config import build_from_config
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
@@ -191,14 +190,10 @@ def _parallelize(job: Job, context: MeshContext, model: nn.Module) -> Distribute
     assert mesh is not None  # only DDPConfig has none
     dim = "dp_shard_cp" if sizes.context > 1 else "dp_shard"
     cuts: dict[str, Any] = {"tp_dim": "tp"}
-    if sizes.expert > 1:
-        assert context.moe_mesh is not None
-        parallelize_experts(model, context.moe_mesh["ep"], as_dtensors=False)
+    splits_tokens = job.options.parallel.sequence_parallel and sizes.tensor > 1
+    divide(model, MegatronFSDPConfig(sequence_parallel=splits_tokens), mesh, context.moe_mesh)
+    if context.moe_mesh is not None:
         cuts["expt_device_mesh"] = engine_mesh(context.moe_mesh, dim)
-    if sizes.tensor > 1:
-        parallelize_tensors(model, context.axis("tp"), sequence_parallel=job.options.parallel.sequence_parallel)
-    if sizes.context > 1:
-        enable_context_parallel(model, context.axis("cp"))
     recompute_layers(model, job.options.training, is_stage=sizes.pipeline > 1)
     wrapped = wrap(job, model, mesh, dim, init_model_with_meta_device=ALLOCATE_ONLY, **cuts)
     allocate(wrapped, context.device)

@@ -324,15 +324,10 @@ def wrong_sizes(options: Options, sizes: Sizes) -> Iterator[str]:
             "the decoder of this package is not cut over tensor-, pipeline-, context- or expert-parallel ranks: give "
             "--transformer-impl transformers, --hf-config or --hf-model"
         )
-    if (sizes.data * sizes.context) % sizes.expert:
+    if (ranks := sizes.data * sizes.context * sizes.tensor) % sizes.expert:
         yield (
-            f"--expert-model-parallel-size {sizes.expert} does not divide the {sizes.data * sizes.context} "
-            "data-parallel ranks (context-parallel ones counted): give one that does"
-        )
-    if sizes.expert > 1 and sizes.tensor > 1:
-        yield (
-            f"--expert-model-parallel-size {sizes.expert} does not go with --tensor-model-parallel-size "
-            f"{sizes.tensor}, whose ranks share out the experts by themselves: give one of the two"
+            f"--expert-model-parallel-size {sizes.expert} does not divide the {ranks} data-parallel ranks (context- "
+            "and tensor-parallel ones counted): give one that does"
         )
     if options.ddp.num_distributed_optimizer_instances > 1 and max(sizes.context, sizes.expert) > 1:
         yield (
