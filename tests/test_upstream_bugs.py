@@ -22,7 +22,7 @@ Loud ones:
     strategy 3 without units                below
     a mesh without tp_dim                   every test that uses support/api_net.py
     clip_grad_norm_ on uneven shards        optim/test_parity_clipping.py
-    shapes that cannot be wrapped           below; padding: tools/test_padding_table.py
+    shapes that cannot be wrapped           below; padding: tools/test_tools.py
     main_grads_dtype=float64                engine/test_precision_emulation.py
     a class that matches no module          test_bad_input.py  class_that_matches_nothing
     the caller's config is changed          test_wrapper.py  test_the_class_syncs_only_when_told_and_...

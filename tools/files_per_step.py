@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 PACKAGE = str(Path(__file__).resolve().parents[1] / "src" / "megatron_fsdp") + "/"
 WIDTH, BLOCKS, RANKS = 32, 3, 2
@@ -56,7 +58,7 @@ def calls_in(function: Callable[[], object]) -> Counter[tuple[str, str]]:
 
 def measure(rank: int, store: str, lists_files: bool) -> None:
     """Trace one rank; rank 0 prints."""
-    from megatron_fsdp import fully_shard
+    from megatron_fsdp import experimental, fully_shard
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
@@ -79,6 +81,18 @@ def measure(rank: int, store: str, lists_files: bool) -> None:
         optimizer.zero_grad()
     found["forward + backward"] = calls_in(lambda: model(x).mean().backward())
     found["optimizer.step"] = calls_in(optimizer.step)
+
+    def wrap_in_place() -> None:
+        with experimental.fully_shard_context("cpu"):
+            shards = (Shard(0),)
+            placements = experimental.Placements((0,), shards, shards, shards)
+            for block in (*(child for child in other if isinstance(child, Block)), other):
+                experimental.fully_shard(block, mesh, placements)
+        experimental.fully_shard_optimizer(torch.optim.AdamW(other.parameters()))
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    other = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, WIDTH))
+    found["wrap in place"] = calls_in(wrap_in_place)
     if rank == 0:
         for what, calls in found.items():
             files = sorted({file for file, _ in calls})

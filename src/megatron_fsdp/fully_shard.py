@@ -272,7 +272,7 @@ def fully_shard_model(
     with all_agree(_DOING, _ranks_of(module, device_mesh, dp_shard_dim, dp_outer_dim, tp_dim)) as facts:
         facts["preproc_state_dict_for_dcp_ckpt"] = str(preproc_state_dict_for_dcp_ckpt)
         from megatron_fsdp.sharding.mesh import check_mesh, index_of
-        from megatron_fsdp.wrap.wrap import check_not_wrapped
+        from megatron_fsdp.wrap.shard_unit import check_not_wrapped
 
         warn_of_namesake()
         check_not_wrapped(module)
@@ -490,7 +490,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     from megatron_fsdp.engine.hooks import compiled_in_place
     from megatron_fsdp.optim.optimizer import check_before_sharding, move_to_sharded
     from megatron_fsdp.sharding.mesh import mesh_device_type
-    from megatron_fsdp.wrap.wrap import check_not_wrapped
+    from megatron_fsdp.wrap.shard_unit import check_not_wrapped
 
     bound = inspect.signature(fully_shard_model).bind(module, *args, **kwargs)
     bound.apply_defaults()

@@ -7,11 +7,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.compare import parse
 from benchmarks.contenders import (
     DEEPSPEED_HOST,
+    FSDP2_MUON,
+    OUR_MUON,
     OURS,
     OURS_BY_BUCKETS,
     PEERS,
@@ -22,10 +25,12 @@ from benchmarks.contenders import (
 )
 from benchmarks.operators import Moved
 from benchmarks.report import LiveBytes, RankReading, RunReading, disagreements, document
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import WORKLOADS, make_batch
 from megatron_fsdp import optional_packages
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.errors import ConfigurationError, MissingPackageError
+from tests.support.api_net import mesh
+from tests.support.on_ranks import on_ranks
 from tests.support.source_tree import ROOT, SOURCE
 
 Run = tuple[dict[str, Any], str]
@@ -167,3 +172,17 @@ def test_wrong_losses_are_named_and_the_floor_is_left_out() -> None:
     found = disagreements(reading(floor=(9.0, 9.0), ddp=(2.0, 1.0), fsdp2=(2.0, 1.001)), 1e-6)
     assert list(found) == ["fsdp2"]
     assert found["fsdp2"].startswith("loss 2.001 at step 1, one process on the whole batch has 2")
+
+
+# ---- the contenders that step Muon train alike -----------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_both_muons_train_alike() -> None:
+    cpu = torch.device("cpu")
+    setting = Setting(WORKLOADS["tiny"], torch.float32, cpu, mesh(), comm_dtype=torch.float32)
+    batches = [make_batch(setting.workload, cpu, 2 * step + dist.get_rank()) for step in range(3)]
+    jobs = [build_contender(name, setting) for name in (OUR_MUON, FSDP2_MUON)]
+    ours, gathered = ([job.step([batch]).item() for batch in batches] for job in jobs)
+    assert ours == pytest.approx(gathered, rel=1e-4)
+    assert len(set(ours)) == 3

@@ -1,13 +1,20 @@
-"""Switches for memory and scheduling: what they mean together, and what is refused in words."""
+"""What options of the engine, precision and offload become, and which combinations are refused."""
 
 from dataclasses import fields, replace
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from megatron_fsdp import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import MemoryArguments, MemoryOptions, WeightAllocator, resolve_memory_options
+from megatron_fsdp.config.offload import Offload, offload_by_unit, resolve_offload
+from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, dtype_from_name, resolve_precision
+from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 
 DOUBLE = {"fsdp_double_buffer": True}
@@ -167,3 +174,131 @@ def test_models_without_units_refuse_what_concerns_units() -> None:
         options.check_plan(1)
         with pytest.raises(ConfigurationError, match="has no effect on a model without units besides the root; name"):
             options.check_plan(0)
+
+
+# ---- the precision policy: what it accepts and what following means --------------------------------------------------
+
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+FIELDS = ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype")
+
+
+FOUR = "; give one of torch.float16, torch.bfloat16, torch.float32, torch.float64, or None to follow."
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", ["bf16", 32, float, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_other_objects_and_dtypes_that_cannot_accumulate_are_refused(field: str, value: object) -> None:
+    is_dtype = isinstance(value, torch.dtype)
+    with pytest.raises(ConfigurationError if is_dtype else TypeError) as caught:
+        MixedPrecisionPolicy(**{field: value})  # type: ignore[arg-type]
+    assert str(caught.value) == f"{field}={value!r} {'cannot be used' if is_dtype else 'is not a torch.dtype'}{FOUR}"
+
+
+@pytest.mark.parametrize(
+    ("policy", "param_dtype", "expected"),
+    [
+        (MixedPrecisionPolicy(), BF16, ResolvedPrecision(BF16, FP32, BF16, BF16, has_main_copy=True)),
+        (MixedPrecisionPolicy(), FP32, ResolvedPrecision(FP32, FP32, FP32, FP32, has_main_copy=False)),
+        (MixedPrecisionPolicy(), FP64, ResolvedPrecision(FP64, FP32, FP64, FP64, has_main_copy=True)),
+        (MixedPrecisionPolicy(None), BF16, ResolvedPrecision(BF16, BF16, BF16, BF16, has_main_copy=False)),
+        (MixedPrecisionPolicy(FP32, FP32), BF16, ResolvedPrecision(BF16, FP32, FP32, FP32, has_main_copy=True)),
+        (MixedPrecisionPolicy(FP32, FP32, BF16), BF16, ResolvedPrecision(BF16, FP32, FP32, BF16, has_main_copy=True)),
+        (MixedPrecisionPolicy(None, None, FP16), FP32, ResolvedPrecision(FP32, FP32, FP32, FP16, has_main_copy=False)),
+        (MixedPrecisionPolicy(FP64, FP64), FP32, ResolvedPrecision(FP32, FP64, FP64, FP64, has_main_copy=True)),
+    ],
+)
+def test_none_follows(policy: MixedPrecisionPolicy, param_dtype: torch.dtype, expected: ResolvedPrecision) -> None:
+    assert resolve_precision(policy, param_dtype) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
+def test_parameters_that_are_not_real_numbers_keep_their_dtype_everywhere(dtype: torch.dtype) -> None:
+    resolved = resolve_precision(MixedPrecisionPolicy(FP32, FP32, BF16), dtype)
+    assert resolved == ResolvedPrecision(dtype, dtype, dtype, dtype, has_main_copy=False)
+
+
+def test_float8_parameters_need_main_weights_and_their_gradients_are_bfloat16() -> None:
+    float8 = torch.float8_e4m3fn
+    assert resolve_precision(MixedPrecisionPolicy(), float8) == ResolvedPrecision(
+        float8, FP32, BF16, BF16, has_main_copy=True
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_precision(MixedPrecisionPolicy(main_params_dtype=None), torch.float8_e5m2)
+    assert str(caught.value) == (
+        "main_params_dtype=None leaves torch.float8_e5m2 parameters without weights that an optimizer can update; "
+        "set main_params_dtype=torch.float32."
+    )
+
+
+def test_dtype_names_are_understood_or_refused() -> None:
+    names = {"bf16": BF16, "torch.bfloat16": BF16, "fp16": FP16, "half": FP16, "float": FP32, "torch.float64": FP64}
+    assert {name: dtype_from_name(name) for name in names} == names
+    with pytest.raises(ConfigurationError, match=r"^main='bf61' is not a dtype name; give one of fp16, half, float16,"):
+        dtype_from_name("bf61", "main")
+
+
+# ---- offload: what is read out of an argument, what is refused, and which units a fraction means ---------------------
+
+
+ZERO3 = ShardingStrategy.optim_grads_params
+
+
+@pytest.mark.parametrize("nothing", [None, {}, (), OffloadPolicy(), {"main_weights": 0}])
+def test_nothing_is_offloaded_unless_it_is_said(nothing: Any) -> None:
+    assert resolve_offload(nothing, ZERO3) == Offload()
+    assert not resolve_offload(nothing, ZERO3)
+    assert str(Offload()) == "nothing"
+
+
+@pytest.mark.parametrize("shorthand", ["all", CPUOffloadPolicy()])
+def test_a_shorthand_offloads_every_kind(shorthand: Any) -> None:
+    assert resolve_offload(shorthand, ZERO3) == Offload(1.0, 1.0, 1.0, 1.0)
+    assert resolve_offload(shorthand, ShardingStrategy.optim) == Offload(1.0, 1.0, 1.0)  # whole weights are in use
+
+
+def test_gradients_and_state_follow_the_main_weights() -> None:
+    half = resolve_offload({"main_weights": 0.5}, ZERO3)
+    assert half == Offload(0.5, 0.5, 0.5)
+    assert str(half) == "main_weights 0.5, optimizer_state 0.5, main_gradients 0.5"
+    assert str(resolve_offload(["optimizer_state"], ZERO3)) == "optimizer_state"
+
+
+@pytest.mark.parametrize("number", [Fraction(1, 2), np.float32(0.5)])
+def test_a_fraction_is_any_real_number(number: Any) -> None:
+    assert resolve_offload({"main_weights": number}, ZERO3) == Offload(0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "strategy", "message"),
+    [
+        (3, ZERO3, 'offload=3 is none of: "all", CPUOffloadPolicy()'),
+        ("host", ZERO3, "offload='host' is none of: \"all\""),
+        ([["main_weights"]], ZERO3, "offload=[['main_weights']] is none of: \"all\""),
+        (b"all", ZERO3, "offload=b'all' is none of"),
+        (["weights"], ZERO3, "offload has 'weights'; the kinds of state are main_weights, optimizer_state"),
+        ({"main_weights": "host"}, ZERO3, "offload['main_weights'] is 'host'; give a fraction, a number from 0 to 1"),
+        ({"main_weights": 2}, ZERO3, "offload['main_weights'] is 2; give a fraction"),
+        ({"main_weights": True}, ZERO3, "offload['main_weights'] is True; give a fraction"),
+        (["main_gradients"], ZERO3, "torch wants a gradient beside its parameter"),
+        ({"main_weights": 1, "optimizer_state": 0}, ZERO3, "or leave optimizer_state out"),
+        (
+            {"main_weights": 0.5, "optimizer_state": 1.0},
+            ZERO3,
+            "has the fraction 1 for optimizer_state and 0.5 for main_weights",
+        ),
+        (["compute_weights"], ShardingStrategy.optim_grads, "use zero_dp_strategy 3"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: Any, strategy: ShardingStrategy, message: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        resolve_offload(given, strategy)
+    assert message in str(refused.value)
+
+
+def test_a_fraction_moves_whole_units_from_the_last_to_the_root() -> None:
+    offload = resolve_offload({"optimizer_state": 0.5}, ZERO3)
+    moved = [each.optimizer_state for each in offload_by_unit(offload, [10, 30, 30, 30])]
+    assert moved == [0.0, 0.0, 1.0, 1.0]  # the last holds 0.3, so the one before it goes, too
+    assert not any(offload_by_unit(resolve_offload({"optimizer_state": 0.0}, ZERO3), [1, 1]))
+    assert all(each.optimizer_state == 1.0 for each in offload_by_unit(Offload(optimizer_state=1.0), [1, 1]))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_fsdp.doctor import ParityReport, check_parity
+from megatron_fsdp.doctor.reference import Tolerance
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.doctor import faults, models
@@ -126,3 +127,26 @@ def test_arguments_are_refused_before_ranks_are_started() -> None:
         check_parity(lambda: models.build(), models.tokens)
     with pytest.raises(ConfigurationError, match="device is 'npu'"):
         check_parity(models.build, models.tokens, device="npu")
+
+
+# ---- what rounding may move, and what is more ------------------------------------------------------------------------
+
+
+FP32 = Tolerance(1e-5)
+
+
+def test_rounding_is_no_difference_and_more_is_one() -> None:
+    right = torch.linspace(-1, 1, 20)
+    assert FP32.agrees(right, right * (1 + 1e-6))
+    off = right.double()
+    off[7] += 2.5e-5
+    assert FP32.differing(right, off).nonzero().flatten().tolist() == [7]
+
+
+def test_the_floor_hides_rounding_and_no_factor_of_a_small_tensor() -> None:
+    large = torch.tensor([1.0, -3.0])
+    allowed = FP32.among([large, torch.tensor([1e-4])])
+    assert allowed.floor == pytest.approx(3e-6)
+    assert allowed.agrees(torch.tensor([1e-9]), torch.tensor([-2e-6]))
+    assert not allowed.agrees(torch.tensor([3e-4]), torch.tensor([6e-4]))
+    assert allowed.at_step(2).floor == pytest.approx(1.2e-5)

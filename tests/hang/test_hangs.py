@@ -47,6 +47,7 @@ def step(model: nn.Module) -> Tensor:
 def _main(rank: int, num_ranks: int, folder: str, store: str, misbehave: Misbehave, *settings: Any) -> None:
     """One rank: two steps as they should be, and the third with the misbehaviour."""
     limit_s, watch_s = settings
+    os.environ["MFSDP_MESSAGE_BYTES"] = "0"  # the fork server has that of the test which started it
     torch.set_num_threads(1)
     error = os.open(str(Path(folder) / f"stderr-{rank}"), os.O_WRONLY | os.O_CREAT)
     os.dup2(error, 2)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from megatron_fsdp import AdamW8bit, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import AdamW8bit, fsdp2, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim import adamw8bit
 from megatron_fsdp.optim.adamw8bit import dynamic_map, scales_in_blocks, scales_shape
@@ -136,13 +136,30 @@ def test_tensor_parallel_parts_have_scales_of_their_own_where_they_end_with_a_bl
     assert parts((10, 100), 0, 100) is None
 
 
+@on_ranks(2)
+def test_pytorchs_door_takes_it_before_the_first_forward() -> None:
+    found = []
+    for shards in (False, True):
+        with fixed_seed(5):
+            model: Any = nn.Sequential(nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 7))
+        model = fsdp2.fully_shard(model) if shards else model
+        optimizer = AdamW8bit(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(drawn(torch.Size((4, 40)), step, 0)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([param.full_tensor() if shards else param.detach() for param in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
 def test_what_cannot_be_right_is_refused_on_all_ranks() -> None:
     stock = nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,))))
-    told = refusal(AdamW8bit, [stock])
+    stock.grad = stock.detach().clone()
+    told = refusal(AdamW8bit([stock]).step)
     assert told.startswith("AdamW8bit was given a DTensor of shape (4, 4) that fully_shard has not made")
     model = fully_shard_model(blocks(), **flat(3), use_decoupled_grad=True)
     told = refusal(fully_shard_optimizer, AdamW8bit(model.parameters()))

@@ -9,7 +9,8 @@ import logging
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
+    steps_whole_tensors,
 )
 from megatron_fsdp.automodel import (
     AutoModelForCausalLM,
@@ -38,6 +40,7 @@ from megatron_fsdp.automodel import (
 )
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.optimizer import _has_warned
+from tests.conftest import RunRanks
 from tests.support.api_net import (
     Layer,
     backward,
@@ -51,6 +54,7 @@ from tests.support.api_net import (
     wrap,
 )
 from tests.support.on_ranks import on_ranks
+from tests.support.optimizer_reference import ReferencePair, flat, matrices, three_steps
 
 TOLERANCE = 2e-6
 """For float32 weights after a few steps: ranks add up gradients in another order than one process does."""
@@ -583,3 +587,45 @@ def test_a_wrapper_around_a_connected_optimizer_trains_as_one_process() -> None:
     train(model, Around(fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))), 3)
     train(plain, Around(torch.optim.AdamW(plain.parameters(), lr=1e-2)), 3)
     assert largest_difference(weights(model), weights(plain)) <= TOLERANCE
+
+
+# ---- unmodified optimizers of `pytorch_optimizer`, declared as stepping whole tensors: the bits of one process -------
+
+
+library = pytest.importorskip("pytorch_optimizer")
+
+
+def make(name: str, params: Sequence[Any]) -> torch.optim.Optimizer:
+    kind = steps_whole_tensors(getattr(library, name))
+    made: torch.optim.Optimizer = kind([{"params": params, "use_muon": True}] if name == "Muon" else params, lr=0.01)
+    return made
+
+
+@pytest.mark.full(short=["SOAP-1", "SOAP-2"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", ["SOAP", "Shampoo", "AdaFactor", "Muon"])
+@on_ranks()
+def test_optimizers_of_a_library_step_as_in_one_process(name: str) -> None:
+    three_steps(matrices(), partial(make, name), flat(3), without=2)
+
+
+def after(name: str, steps: int) -> ReferencePair:
+    pair = ReferencePair(matrices(), partial(make, name), flat(3))
+    for step in range(steps):
+        pair.step(step)
+    return pair
+
+
+def save(name: str, folder: Path) -> None:
+    after(name, 2).save(folder)
+
+
+def go_on(name: str, folder: Path) -> list[str]:
+    return after(name, 0).goes_on(after(name, 2), folder / "ours")
+
+
+@pytest.mark.full(short=["AdaFactor"])
+@pytest.mark.parametrize("name", ["Shampoo", "AdaFactor"])
+def test_they_go_on_with_another_number_of_ranks(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
+    run_ranks(2, save, name, tmp_path)
+    assert run_ranks(3, go_on, name, tmp_path) == [[]] * 3

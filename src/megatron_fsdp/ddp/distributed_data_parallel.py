@@ -31,7 +31,8 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, check_mesh, mesh_and_dim, ranks_of, tensor_parallel_dim
 from megatron_fsdp.sharding.units import UnitPlan, aliases_in
-from megatron_fsdp.wrap.wrap import Grouping, check_not_wrapped
+from megatron_fsdp.wrap.shard_unit import check_not_wrapped
+from megatron_fsdp.wrap.wrap import Grouping
 
 logger = logging.getLogger("megatron_fsdp")
 

@@ -377,7 +377,7 @@ def register_with_torch() -> None:
             supported.append(UnevenDTensor)
     for name in ("dirac_", "eye_", "orthogonal_", "sparse_"):
         setattr(nn.init, name, _of_the_whole(getattr(nn.init, name)))
-    torch.utils.swap_tensors = _unless_sharded(torch.utils.swap_tensors)
+    torch.utils.swap_tensors = _unless_sharded(swap_tensors)
     nn.Module._apply = _checked(nn.Module._apply)  # type: ignore[method-assign]
     distribute = getattr(_state_dict_utils, "_distribute_tensors", None)
     if distribute is not None:
@@ -399,6 +399,10 @@ def _of_the_whole(initialize: Callable[..., torch.Tensor]) -> Callable[..., torc
             return tensor.copy_(as_sharded(whole, tensor.shard_spec))
 
     return run
+
+
+swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
+"""Torch's own function, for us: `torch.utils.swap_tensors` raises for sharded tensors once a model is sharded."""
 
 
 def _unless_sharded(swap: Callable[..., None]) -> Callable[..., None]:

@@ -491,6 +491,21 @@ class Sharding:
         return self.placements if key.requires_grad else self.placements.of_frozen()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The ranks of a model."""
+
+    device: torch.device  # of this rank
+    meshes: tuple[RankMesh, ...]  # of all parameters, the same on all ranks and in one order
+    reaching_all: tuple[dist.ProcessGroup | None, ...]  # groups that together reach every rank
+    own_groups: OwnGroups | None = None  # groups that are destroyed with the engine
+
+    @property
+    def is_first(self) -> bool:
+        """True if this is the first rank of the model."""
+        return is_first_in(self.reaching_all)
+
+
 @dataclass(frozen=True)
 class ModelSharding:
     """The sharding of all parameters of a model: its dense ones and its experts."""
@@ -500,21 +515,23 @@ class ModelSharding:
     weight_formats: Mapping[str, WeightFormat] = field(default_factory=dict)  # by canonical name
     lookups: frozenset[str] = frozenset()  # canonical names of what `looked_up` finds
     apart: Mapping[str, Sharding] = field(default_factory=dict)  # by canonical name, of those with ranks of their own
+    own_groups: OwnGroups | None = None  # that it was put on
 
     @property
     def options(self) -> EngineOptions:
         """The options of the model."""
         return self.dense.options
 
-    @property
-    def device(self) -> torch.device:
-        """The device of all shards."""
-        return self.dense.device
-
-    @property
-    def rank_meshes(self) -> tuple[RankMesh, ...]:
-        """The rank mesh of dense parameters, then that of experts."""
-        return tuple(each.rank_mesh for each in (self.dense, self.experts) if each is not None)
+    @cached_property
+    def ranks(self) -> Ranks:
+        """The ranks of the model: those of dense parameters, then those of experts."""
+        dense = self.dense.rank_mesh
+        return Ranks(
+            device=self.dense.device,
+            meshes=(dense,) if self.experts is None else (dense, self.experts.rank_mesh),
+            reaching_all=(dense.group, dense.tensor_parallel_group),
+            own_groups=self.own_groups,
+        )
 
     def sums_in_fp32(self, name: str) -> bool:
         """Return True if the gradients of a parameter are accumulated in float32, by its canonical name."""
@@ -548,17 +565,7 @@ class ModelSharding:
             return self.apart[name]
         return self.experts if self.experts is not None and self.is_expert(name, param) else self.dense
 
-    @property
-    def reaching_all(self) -> tuple[dist.ProcessGroup | None, ...]:
-        """Groups that together reach every rank of the model: data-parallel ranks, then tensor-parallel ones."""
-        return self.dense.rank_mesh.group, self.dense.rank_mesh.tensor_parallel_group
-
-    @property
-    def is_first(self) -> bool:
-        """True if this is the first rank of the model."""
-        return is_first_in(self.reaching_all)
-
-    def over_own_groups(self) -> tuple[ModelSharding, OwnGroups]:
+    def over_own_groups(self) -> ModelSharding:
         """Return the sharding on process groups of its own along each data-parallel axis; collective, by all ranks."""
         dense, experts = self.dense.rank_mesh, None if self.experts is None else self.experts.rank_mesh
         flat = () if dense.flat is None else (dense.flat.axis,)
@@ -567,11 +574,11 @@ class ModelSharding:
         on_own = replace(
             dense, axes=own.axes[:cut], flat=None if dense.flat is None else replace(dense.flat, axis=own.axes[-1])
         )
-        found = replace(self, dense=replace(self.dense, rank_mesh=on_own))
+        found = replace(self, dense=replace(self.dense, rank_mesh=on_own), own_groups=own)
         if self.experts is not None and experts is not None:
             apart = replace(experts, axes=own.axes[cut : cut + len(experts.axes)])
             found = replace(found, experts=replace(self.experts, rank_mesh=apart))
-        return found, own
+        return found
 
 
 def parameter_info(

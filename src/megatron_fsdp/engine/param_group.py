@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import swap_tensors
 
 from megatron_fsdp.comm.axis import address_of, addresses_of, has_values
 from megatron_fsdp.dtensor.reduction import unite_gradients
 from megatron_fsdp.dtensor.shard_spec import ShardSpec, describe_chunks
-from megatron_fsdp.dtensor.tensor import DATA, UnevenDTensor, as_sharded, register_with_torch
+from megatron_fsdp.dtensor.tensor import DATA, UnevenDTensor, as_sharded, register_with_torch, swap_tensors
 from megatron_fsdp.engine.gradients import (
     DECOUPLED,
     GRAD,

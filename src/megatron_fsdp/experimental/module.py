@@ -25,7 +25,7 @@ from megatron_fsdp.sharding.mesh import rank_mesh_of
 from megatron_fsdp.sharding.placement import Placement as OnAxis
 from megatron_fsdp.sharding.placement import Placements as BufferPlacements
 from megatron_fsdp.wrap.in_place import shard_in_place, unit_of
-from megatron_fsdp.wrap.wrap import check_not_wrapped
+from megatron_fsdp.wrap.shard_unit import check_not_wrapped
 
 _CONTEXT = "_fsdp_context"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -17,12 +17,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils import swap_tensors
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.dtensor.expert_names import described
-from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, swap_tensors
 from megatron_fsdp.engine.group_plan import Sharding, TensorParallelPart, local_part
 from megatron_fsdp.engine.unit import Owner
 from megatron_fsdp.errors import ScheduleError

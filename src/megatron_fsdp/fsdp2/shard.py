@@ -29,7 +29,8 @@ from megatron_fsdp.fsdp2.module import become_sharded
 from megatron_fsdp.fsdp2.state import MeshPlans, ShardState, state_of
 from megatron_fsdp.optim.step import mark_replaced, replaced_name
 from megatron_fsdp.sharding.placement import placements_for
-from megatron_fsdp.wrap.wrap import check_not_wrapped
+from megatron_fsdp.wrap.shard_unit import check_not_wrapped
+from megatron_fsdp.wrap.wrap import move_buffers
 
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
 
@@ -118,7 +119,7 @@ def fully_shard(
     all_plans = (plans, *own_plans)
     state = ShardState(modules, params, _inner_states(modules), all_plans, sharding, mp_policy, reshards, left_out)
     for each in modules:
-        _move_buffers(each, sharding.device)
+        move_buffers(each, sharding.device)
         for inside in each.modules():
             inside.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)  # for dynamo
         become_sharded(each, state)
@@ -317,10 +318,3 @@ def _checked_reshard(given: object, num_ranks: int) -> bool | None:
     if 1 < given < num_ranks:
         warn_caller(f"reshard_after_forward={given} counts as True: weights are kept in one layout, over all ranks")
     return given > 1
-
-
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                part._buffers[name] = buffer.to(device)

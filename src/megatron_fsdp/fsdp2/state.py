@@ -238,7 +238,9 @@ class ShardState:
         apart, objects, aliases, shared = {}, {}, dict[int, list[DTensor]](), list[str]()
         for each in self.params:
             held = each.held
-            aliases[id(held)], is_shared = each.take_aliases()
+            tensors, is_shared = each.take_aliases()
+            if tensors:
+                aliases[id(held)] = tensors
             shared += [each.name] * is_shared
             whole = each.gather()
             if each.sharding is not self.sharding:

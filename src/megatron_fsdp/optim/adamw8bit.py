@@ -64,7 +64,7 @@ class AdamW8bit(Optimizer):
 
     Raises:
         ConfigurationError: A number is out of its range, or a parameter has no blocks that belong to one global tensor:
-            a DTensor that `fully_shard` has not made, or one of its own that other parallelism cuts inside a block.
+            one that other parallelism cuts inside a block, or, at the first step, a DTensor of another library.
     """
 
     _has_agreed = False  # in the step that is running
@@ -87,7 +87,9 @@ class AdamW8bit(Optimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        problem = _options_problem(group) or next(filter(None, map(_problem, group["params"])), None)
+        # A stock DTensor is asked about at its first step: FSDP2's door cuts its parameters at the first forward.
+        params = (param for param in group["params"] if type(param.detach()) is not DTensor)
+        problem = _options_problem(group) or next(filter(None, map(_problem, params)), None)
         if problem is not None:
             self.param_groups.pop()
             raise ConfigurationError(f"AdamW8bit was given {problem}")
@@ -138,6 +140,8 @@ class AdamW8bit(Optimizer):
     def _state_of(self, param: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
         if not state:
+            if (problem := _problem(param)) is not None:
+                raise ConfigurationError(f"AdamW8bit was given {problem}")
             state.update(self.first_state(param))
         return state
 

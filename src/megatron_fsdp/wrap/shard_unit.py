@@ -7,18 +7,16 @@ are there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-from megatron_fsdp.comm.agreement import is_first_in, raise_together
+from megatron_fsdp.comm.agreement import raise_together
 from megatron_fsdp.comm.axis import backend_of, is_simulated
-from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.debug.gradient_checks import make_checks
@@ -26,7 +24,7 @@ from megatron_fsdp.dtensor.expert_names import TRIVIAL_NAMES, ExpertNames
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import DelayedGradients, Executor
-from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.group_plan import GroupPlan, Ranks
 from megatron_fsdp.engine.hooks import answer_for_sharded_parameters, register_hooks
 from megatron_fsdp.engine.memory import CommunicationPool
 from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
@@ -40,7 +38,6 @@ from megatron_fsdp.formats.tensor_extensions import ExtensionQuantizer, tensor_e
 from megatron_fsdp.hang.watch import log_if_asked
 from megatron_fsdp.optim.optimizer import watch_optimizers
 from megatron_fsdp.optim.step import mark_replaced
-from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.units import ParameterOwners, UnitPlan
 from megatron_fsdp.state.state_dict import convert_expert_names, describe_in_state_dicts
 
@@ -113,6 +110,25 @@ class AppliedInterfaces(dict[Any, object]):
         return super().__contains__(interface)
 
 
+def check_not_wrapped(module: object) -> None:
+    """Raise for a model that is no module, or that torch or this package has wrapped even partly. No communication."""
+    if not isinstance(module, nn.Module):
+        given = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
+        raise TypeError(f"{given} was given where a model is wanted; give a torch.nn.Module")
+    for name, inner in module.named_modules():
+        at = f" at {name}" if name else ""
+        if isinstance(inner, DistributedDataParallel):
+            raise ConfigurationError(
+                f"the model{at} is in torch's DistributedDataParallel, which replicates what is to be sharded here; "
+                "give the module inside it (.module)"
+            )
+        if isinstance(inner, FSDPModule | FullyShardedDataParallel):
+            by = "FSDP2 (torch's fully_shard)" if isinstance(inner, FSDPModule) else "FullyShardedDataParallel (FSDP1)"
+            raise ConfigurationError(
+                f"the model{at} is sharded by {by} already; leave that out and give the plain model"
+            )
+
+
 def refuse_torch(module: nn.Module) -> None:
     """Have torch's `fully_shard` of a sharded module, and of those inside, raise before it changes anything."""
     for part in module.modules():
@@ -145,21 +161,6 @@ class ModuleEvents:
     def connect(self, engine: Engine, root: nn.Module | None) -> None:
         """Register the hooks on the model and its modules."""
         register_hooks(engine, root)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """The ranks of a model."""
-
-    device: torch.device  # of this rank
-    meshes: tuple[RankMesh, ...]  # of all parameters, the same on all ranks and in one order
-    reaching_all: tuple[dist.ProcessGroup | None, ...]  # groups that together reach every rank
-    own_groups: OwnGroups | None = None  # groups that are destroyed with the engine
-
-    @property
-    def is_first(self) -> bool:
-        """True if this is the first rank of the model."""
-        return is_first_in(self.reaching_all)
 
 
 def finish(
@@ -199,6 +200,7 @@ def finish(
     for unit in units:
         unit.find_gathered()
     _warn_of_dtypes(units, ranks, options)
+    encoded = [group for unit in units for group in unit.groups if group.weights.quantizer is not None]
     engine = events.engine_type(
         units=units,
         unit_plan=unit_plan,
@@ -216,7 +218,7 @@ def finish(
         gradient_checks=make_checks(units, ranks.meshes, ranks.reaching_all, ranks.device, options),
         own_groups=ranks.own_groups,
         user_buffers=user_buffers,
-        format_note=emulation_note((group for unit in units for group in unit.groups), ranks.device),
+        format_note=emulation_note(encoded, ranks.device) if encoded else "",
         no_capture_reason=_no_capture_reason(ranks) if options.megatron_fsdp_cuda_graph_mode else "",
     )
     if engine.no_capture_reason:

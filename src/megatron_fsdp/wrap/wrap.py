@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from megatron_fsdp.comm.agreement import all_agree, rank_of
@@ -63,7 +61,7 @@ from megatron_fsdp.wrap.meta_init import (
     materialise,
     same_random_numbers,
 )
-from megatron_fsdp.wrap.shard_unit import DOING, KnownSpecs, ModuleEvents, Ranks, finish, shard_unit
+from megatron_fsdp.wrap.shard_unit import DOING, KnownSpecs, ModuleEvents, check_not_wrapped, finish, shard_unit
 
 
 class Grouping(ModuleEvents, ABC):
@@ -154,15 +152,14 @@ def assemble(
         plan, formats = _plan_together(module, grouping.unmerged() if in_place else grouping, sharding, mode)
         if in_place:
             _refuse_in_place(plan, sharding, formats)
-        _move_buffers(module, device)
+        move_buffers(module, device)
         _match_ranks(module, sharding)
         sharding = replace(sharding, weight_formats=formats, lookups=looked_up(module))
         _warn_of_duplicates(module, sharding)
         _warn_of_missing_experts(module, sharding)
-        own_groups = None
         if options.own_groups:
-            sharding, own_groups = sharding.over_own_groups()
-        with all_agree(DOING, sharding.reaching_all):  # memory may run out on one rank
+            sharding = sharding.over_own_groups()
+        with all_agree(DOING, sharding.ranks.reaching_all):  # memory may run out on one rank
             if in_place:
                 known = KnownPlans()
                 for spec in plan.units[::-1]:  # the root last
@@ -174,14 +171,11 @@ def assemble(
             experts, expert_names = sharding.experts, TRIVIAL_NAMES
             if experts is not None:
                 expert_names = find_expert_names(units, experts.rank_mesh, dist_index.expt_device_mesh)
-            ranks = Ranks(
-                device=device, meshes=sharding.rank_meshes, reaching_all=sharding.reaching_all, own_groups=own_groups
-            )
             return finish(
                 units,
                 plan,
                 {"": module},
-                ranks,
+                sharding.ranks,
                 options,
                 events=grouping,
                 expert_names=expert_names,
@@ -240,8 +234,8 @@ def _shard(
         dense = sharding.dense.rank_mesh
         inner_first = [axis.group for axis in reversed(dense.axes)]
         ranks = [group for group in (*inner_first, dense.tensor_parallel_group) if group is not None]
-        with all_agree(DOING, sharding.reaching_all), same_random_numbers(ranks, sharding.device):
-            materialise(module, blueprint, units, sharding.device)
+        with all_agree(DOING, sharding.ranks.reaching_all), same_random_numbers(ranks, sharding.ranks.device):
+            materialise(module, blueprint, units, sharding.ranks.device)
     return tuple(units)
 
 
@@ -269,7 +263,7 @@ def _plan_together(
 ) -> tuple[UnitPlan, dict[str, WeightFormat]]:
     """Check the model, find its units and weight formats; every rank gets the same answer or the same error."""
     options = sharding.options
-    with all_agree(DOING, sharding.reaching_all) as facts:
+    with all_agree(DOING, sharding.ranks.reaching_all) as facts:
         keeps_log = resolve_hang_log() is not None
         _check_options(sharding)
         check_module(module, options.init_model_with_meta_device)
@@ -299,7 +293,7 @@ def _extension_formats(
     """Find the format of each tensor extension by encoding a row; the same answer or error on every rank."""
     formats: dict[str, WeightFormat] = {}
     if extensions:
-        with all_agree(DOING, sharding.reaching_all):
+        with all_agree(DOING, sharding.ranks.reaching_all):
             dense = sharding.dense.rank_mesh
             mesh = dense.described_mesh[(dense.names[-1],)]
             formats.update(
@@ -342,7 +336,7 @@ def _warn_of_missing_experts(module: nn.Module, sharding: ModelSharding) -> None
         warn_caller(
             "expt_device_mesh was given, and no parameter is an expert's: none has '.experts.' in its name or carries "
             "allreduce=False, so all are averaged over the dense ranks; rename or mark them, or leave the mesh out",
-            is_first=sharding.is_first,
+            is_first=sharding.ranks.is_first,
         )
 
 
@@ -371,7 +365,7 @@ def _device_note(tensor: torch.Tensor) -> str:
     return " on the meta device" if tensor.is_meta else ""
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
+def move_buffers(module: nn.Module, device: torch.device) -> None:
     """Move module buffers, which are not sharded, to the parameters' device, and out of inference mode."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
@@ -379,25 +373,6 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
                 continue
             if buffer.device != device or buffer.is_inference():
                 owner._buffers[name] = buffer.to(device, copy=True)
-
-
-def check_not_wrapped(module: object) -> None:
-    """Raise for a model that is no module, or that torch or this package has wrapped even partly. No communication."""
-    if not isinstance(module, nn.Module):
-        given = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
-        raise TypeError(f"{given} was given where a model is wanted; give a torch.nn.Module")
-    for name, inner in module.named_modules():
-        at = f" at {name}" if name else ""
-        if isinstance(inner, DistributedDataParallel):
-            raise ConfigurationError(
-                f"the model{at} is in torch's DistributedDataParallel, which replicates what is to be sharded here; "
-                "give the module inside it (.module)"
-            )
-        if isinstance(inner, FSDPModule | FullyShardedDataParallel):
-            by = "FSDP2 (torch's fully_shard)" if isinstance(inner, FSDPModule) else "FullyShardedDataParallel (FSDP1)"
-            raise ConfigurationError(
-                f"the model{at} is sharded by {by} already; leave that out and give the plain model"
-            )
 
 
 def check_module(module: nn.Module, init_meta: bool | str) -> None:
@@ -478,7 +453,7 @@ def _match_ranks(module: nn.Module, sharding: ModelSharding) -> None:
         # Over the inner ranks first: then all ranks of an inner group equal its first one.
         for axis in reversed(own.rank_mesh.axes if own is not None else ()):
             if axis.group is not None:
-                differing.update(_match(_plain(tensors), axis.group, sharding.device))
+                differing.update(_match(_plain(tensors), axis.group, sharding.ranks.device))
     if differing:
         first = next(name for name in held if name in differing)
         warn_caller(
@@ -498,7 +473,7 @@ def _warn_of_duplicates(module: nn.Module, sharding: ModelSharding) -> None:
         for name, param in module.named_parameters()
         if (part := part_of(name, param, mesh)) is not None and not part.is_cut and not sharding.is_expert(name, param)
     }
-    duplicates = differing_tensors(_plain(whole), group, sharding.device)
+    duplicates = differing_tensors(_plain(whole), group, sharding.ranks.device)
     if duplicates:
         warn_caller(
             f"{len(duplicates)} parameters that tensor-parallel ranks hold whole differ between these ranks (first: "

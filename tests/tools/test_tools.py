@@ -1,0 +1,175 @@
+"""The tools: faults that are planted, clean exits, tables, the public surface, and what needs a GPU, rehearsed."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fsdp.sharding.layout import plan_layout
+from tests.conftest import RunRanks
+from tests.support.source_tree import ROOT
+from tools import gpu_half_hour, public_surface
+from tools.gpu_half_hour import PART_S, PARTS, Section, Session, run_part
+from tools.mutants import Mutant, failing_test, load_mutants
+from tools.padding_table import BF16_ALIGNMENT_NUMEL, RANK_COUNTS, groups, lcm_rule_numel
+from tools.precision_parity import POLICIES, RANKS, gaps, measure
+
+MUTANTS = load_mutants()
+
+
+def is_there(test: str) -> bool:
+    """Whether there is such a file, folder or function."""
+    path, _, function = test.partition("::")
+    return (ROOT / path).exists() and (not function or f"def {function}(" in (ROOT / path).read_text())
+
+
+def test_faults_can_be_planted_and_their_first_tests_are_there() -> None:
+    for mutant in MUTANTS:
+        ast.parse(mutant.planted(ROOT))
+        assert mutant.new != mutant.old
+        assert mutant.tests
+        assert [test for test in mutant.tests if not is_there(test)] == [], mutant.name
+
+
+def test_a_fault_whose_text_has_moved_is_stale(tmp_path: Path) -> None:
+    fault = Mutant("x", "a.py", "+ 1", "+ 2", ("tests",))
+    for text in ("n + 2", "n + 1 + 1"):
+        (tmp_path / "a.py").write_text(text)
+        with pytest.raises(ValueError, match="the fault 'x' is stale"):
+            fault.planted(tmp_path)
+    (tmp_path / "a.py").write_text("n + 1")
+    assert fault.planted(tmp_path) == "n + 2"
+
+
+RUNS = {
+    "def test_a(): pass": None,
+    "import pytest\n@pytest.mark.parametrize('x', ['a b'])\ndef test_a(x): assert not x": "test_it.py::test_a[a b]",
+    "import nothing_of_this_name": "test_it.py",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("text", "found"), RUNS.items(), ids=["passes", "fails", "cannot be imported"])
+def test_the_first_failing_test_is_named(tmp_path: Path, text: str, found: str | None) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_it.py").write_text(text)
+    assert failing_test(tmp_path, ["tests"], 600.0) == (None if found is None else f"tests/{found}")
+
+
+# ---- programs on several ranks end cleanly: no thread of gloo aborts a process that has done its work ----------------
+
+
+TOOL = Path(__file__).parents[2] / "tools" / "clean_exits.py"
+
+
+@pytest.mark.parametrize("words", [["--only", "gathers_last"], []], ids=["a gather last", "all"])
+@pytest.mark.full(short=["a gather last"])
+def test_every_launch_ends_with_status_zero(words: list[str]) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(TOOL), "--rounds", "2", *words]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+# ---- the padding table keeps what it promises ------------------------------------------------------------------------
+
+
+GROUPS = {group.name: group for group in groups()}
+
+
+def test_real_layers_waste_at_most_one_percent() -> None:
+    for (name, group), num_shards in product(GROUPS.items(), RANK_COUNTS):
+        layout = plan_layout(group.shapes, num_shards, alignment_numel=BF16_ALIGNMENT_NUMEL)
+        assert layout.padding_fraction <= 0.01, name
+        # Alignment aside, the least common multiple is never better.
+        assert layout.numel <= lcm_rule_numel(group.shapes, num_shards) + num_shards * BF16_ALIGNMENT_NUMEL, name
+
+
+# ---- the list of all that users can call has arguments of functions, and options of commands inside of commands ------
+
+
+def test_names_come_with_their_arguments() -> None:
+    names = public_surface.names_of(".fully_shard")
+    assert "megatron_fsdp.fully_shard.fully_shard_model(zero_dp_strategy=)" in names
+    assert "megatron_fsdp.fully_shard.MegatronFSDP.clip_grad_norm_" in names
+
+
+def test_what_is_gone_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tmp_path / "before.json"
+    before.write_text(json.dumps(["mfsdp hang", "mfsdp dance"]))
+    monkeypatch.setattr(public_surface, "names_of", lambda _module: [])
+    monkeypatch.setattr(public_surface, "commands", lambda: ["mfsdp hang", "mfsdp sing"])
+    monkeypatch.setattr("sys.argv", ["public_surface.py", "--against", str(before)])
+    assert public_surface.main() == 1
+    assert capsys.readouterr().out.split("\n")[:3] == [
+        "gone  mfsdp dance",
+        "new   mfsdp sing",
+        "2 before, 2 now: 1 gone, 1 new",
+    ]
+
+
+# ---- the tool behind a part of docs/precision.md: what it measures on ranks, and what it makes of it -----------------
+
+
+@pytest.fixture(scope="module")
+def losses(run_ranks: RunRanks) -> dict[str, list[float]]:
+    first, second = run_ranks(RANKS, measure, 2)
+    assert first == second
+    return first
+
+
+def test_runs_start_alike_and_part_only_where_something_is_rounded(losses: dict[str, list[float]]) -> None:
+    assert list(losses) == [policy.name for policy in POLICIES]
+    largest = {policy.name: max(gaps(losses, policy)) for policy in POLICIES}
+    for policy in POLICIES:
+        assert losses[policy.name][0] == losses[policy.reference][0], "the first forward has not met a gradient yet"
+    for exact in ("fp32, again", "bf16, sent in bf16"):  # bfloat16 gradients lose nothing on the way
+        assert largest[exact] == 0.0
+    for rounded in ("fp32, sent in bf16", "fp32, sent in fp16", "bf16, all gradients bf16"):
+        assert 0.0 <= largest[rounded] < 0.05
+    assert 0.0 < largest["bf16 everywhere"] < 0.2
+
+
+# ---- the script for half an hour on a GPU, rehearsed on the CPU ------------------------------------------------------
+
+
+def lines_of(folder: Path, part: int) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / f"part{part}.jsonl").read_text().splitlines()]
+
+
+def test_the_sections_of_a_part_fit_into_its_time() -> None:
+    for part, sections in PARTS.items():
+        assert sum(section.limit_s for section in sections) <= PART_S[part]
+        assert len({section.label for section in sections}) == len(sections)
+
+
+@pytest.mark.full
+def test_a_part_goes_on_after_a_section_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, runs = Section(gpu_half_hour.alone, 0.01), Section(gpu_half_hour.machine, 1200)
+    monkeypatch.setitem(gpu_half_hour.PARTS, 1, (stopped, runs))
+    monkeypatch.setitem(gpu_half_hour.PART_S, 1, 1300.0)
+    monkeypatch.setattr(gpu_half_hour, "LEAST_S", 0.0)
+    assert run_part(Session(torch.device("cpu"), tmp_path, 1)) == 1
+    ended = {line["section"]: line.get("ended") for line in lines_of(tmp_path, 1) if line["what"] == "section"}
+    assert ended == {"alone": "stopped after 0 s", "machine": 0}
+
+
+@pytest.mark.full
+def test_the_checks_of_values_hold_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = (Section(gpu_half_hour.alone, 600.0), Section(gpu_half_hour.out_of_memory, 600.0))
+    monkeypatch.setitem(gpu_half_hour.PARTS, 1, sections)
+    monkeypatch.setitem(gpu_half_hour.PART_S, 1, 1200.0)
+    assert run_part(Session(torch.device("cpu"), tmp_path, 1)) == 0
+    found = {str(line["what"]): line for line in lines_of(tmp_path, 1)}
+    for strategy in range(4):
+        assert found[f"fp32, strategy {strategy}"]["off_plain"] == 0.0
+        assert found[f"bf16, strategy {strategy}"]["equal_under_delays"] is True
+    assert found["after a reset"]["equal"] is True
