@@ -23,8 +23,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from megatron_fsdp.describe import describe
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import engine_of_module
-from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, ScheduleError
-from megatron_fsdp.fsdp2 import FSDPModule, fully_shard, install, register_fsdp_forward_method
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, ScheduleError, ShardOperationError
+from megatron_fsdp.fsdp2 import (
+    FSDPModule,
+    fully_shard,
+    fully_shard_optimizer,
+    install,
+    register_fsdp_forward_method,
+)
 from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.zoo import TinyTransformer, make_token_batch, token_loss
 
@@ -678,3 +684,35 @@ def test_install_rebinds_and_restores() -> None:
         model(torch.zeros(1, 4, dtype=torch.long))
         assert "as install() asks for" in str(describe(model))
     assert fsdp.fully_shard is composable.fully_shard is torch_fully_shard
+
+
+@pytest.mark.parametrize("after_a_step", [False, True])
+@on_ranks(2)
+def test_muon_steps_whole_matrices_once_it_is_connected(after_a_step: bool) -> None:
+    """On torch's FSDP2 it communicates by itself; here a sentence names the call that it needs."""
+    runs = []
+    for is_sharded in (False, True):
+        with fixed_seed(0):
+            model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 5, bias=False))
+        if is_sharded:
+            for module in (model[0], model[2], model):
+                fully_shard(module)
+        optimizer, found = torch.optim.Muon(model.parameters(), lr=0.05), Noted()
+        for step in range(3):
+            batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            if is_sharded:
+                batch = batch.chunk(2)[dist.get_rank()]
+                if (step == 1 and after_a_step) or (step == 0 and not after_a_step):
+                    assert fully_shard_optimizer(optimizer) is optimizer
+            model(batch).square().mean().backward()
+            if step or not after_a_step:
+                optimizer.step()
+            elif is_sharded:
+                with pytest.raises(
+                    ShardOperationError, match=r"or fully_shard_optimizer\(optimizer\) where an optimizer"
+                ):
+                    torch.optim.Muon(model.parameters()).step()
+            optimizer.zero_grad()
+            found += [whole(param) for param in model.parameters()]
+        runs.append(found)
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-4, atol=1e-5)

@@ -508,8 +508,9 @@ def _refuse(func: Any, args: Args, kwargs: Kwargs) -> Any:
     raise ShardOperationError(
         f"{func} cannot run on tensors that are sharded over ranks (shape {shapes[0] if shapes else '?'}): elementwise "
         "operations between tensors cut alike and reductions to one number can; use full_tensor() for the whole "
-        "tensor, to_local() for this rank's elements, or save_hf(model, folder) of megatron_fsdp.checkpoint.hf where "
-        f"save_pretrained has asked{specs[0].advice if specs else ''}"
+        "tensor, to_local() for this rank's elements, save_hf(model, folder) of megatron_fsdp.checkpoint.hf where "
+        "save_pretrained has asked, or fully_shard_optimizer(optimizer) where an optimizer of whole tensors has"
+        f"{specs[0].advice if specs else ''}"
     )
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import (
 
 from megatron_fsdp.fsdp2.install import install
 from megatron_fsdp.fsdp2.module import share_comm_ctx
-from megatron_fsdp.fsdp2.shard import fully_shard
+from megatron_fsdp.fsdp2.shard import fully_shard, fully_shard_optimizer
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -23,6 +23,7 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "fully_shard",
+    "fully_shard_optimizer",
     "install",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -23,16 +23,30 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.group_plan import Sharding, local_part, part_of
 from megatron_fsdp.engine.unit import Owner
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, warn_caller
+from megatron_fsdp.experimental.optimizer import fully_shard_optimizer as connect
 from megatron_fsdp.formats.tensor_extensions import tensor_extension_of
 from megatron_fsdp.fsdp2.even import EvenParameter, even_shard
 from megatron_fsdp.fsdp2.module import become_sharded
-from megatron_fsdp.fsdp2.state import MeshPlans, ShardState, state_of
+from megatron_fsdp.fsdp2.state import MeshPlans, ShardState, finish_models_of, state_of
 from megatron_fsdp.optim.step import mark_replaced, replaced_name
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.wrap.shard_unit import check_not_wrapped
 from megatron_fsdp.wrap.wrap import move_buffers
 
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
+
+
+def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Connect an optimizer to the engine, which those that compute with whole tensors (torch's Muon) need. Collective.
+
+    Others may be connected: their step works on memory of the engine. The model is cut now, if no forward was yet.
+
+    Returns:
+        The same optimizer.
+    """
+    finish_models_of(optimizer)
+    connect(optimizer)
+    return optimizer
 
 
 def fully_shard(

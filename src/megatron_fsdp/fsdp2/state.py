@@ -438,17 +438,20 @@ def _unfinished() -> WeakSet[ShardState]:
     """
     states: WeakSet[ShardState] = WeakSet()
 
-    def before_step(optimizer: torch.optim.Optimizer, *_unused: Any) -> None:
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]} if states else set()
-        waiting = [state for state in states if any(not held.isdisjoint(each.held_ids) for each in state.params)]
-        for state in sorted(waiting, key=lambda state: state.number):  # in one order on all ranks
-            if not state.is_finished:
-                state.finished()
-        if waiting:
-            cut_state(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_pre_hook(lambda optimizer, *_unused: finish_models_of(optimizer))
     return states
+
+
+def finish_models_of(optimizer: torch.optim.Optimizer) -> None:
+    """Finish the trees that an optimizer holds parameters of, as their first forward would. Collective, then."""
+    states = _unfinished()
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]} if states else set()
+    waiting = [state for state in states if any(not held.isdisjoint(each.held_ids) for each in state.params)]
+    for state in sorted(waiting, key=lambda state: state.number):  # in one order on all ranks
+        if not state.is_finished:
+            state.finished()
+    if waiting:
+        cut_state(optimizer)
 
 
 class ParameterGroupHandle:
