@@ -444,6 +444,11 @@ def test_groups_show_their_buffers_and_unshard() -> None:
     group.reshard_parameters()
     group.release_unsharded_storage()
     assert isinstance(module.weight, DTensor)
+    with torch.no_grad():  # the unit may stay gathered
+        module(torch.ones(1, 4, dtype=torch.bfloat16))
+        module.weight.fill_(3.0)
+    group.sync_model_weight_from_main_weight()
+    assert torch.equal(module(torch.ones(1, 4, dtype=torch.bfloat16)), torch.full((1, 6), 12.0, dtype=torch.bfloat16))
     assert module.parameter_groups[0].main_grad is None  # type: ignore[operator, index]
 
 

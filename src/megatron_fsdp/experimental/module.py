@@ -270,8 +270,8 @@ class GroupView:
         return sharding.divisor / sharding.rank_mesh.num_ranks
 
     def sync_model_weight_from_main_weight(self) -> None:
-        """Copy main weights into compute weights, as after `nn.init` of the sharded parameters."""
-        self._unit.install_main_weights()
+        """Copy main weights of the model into compute weights, as after `nn.init` of the sharded parameters."""
+        self._engine.install_main_weights()  # which reshards what is gathered of old ones
 
     def unshard_parameters(self) -> None:
         """All-gather the unit's weights and show the full parameters. Collective."""
