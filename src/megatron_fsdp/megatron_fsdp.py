@@ -31,9 +31,8 @@ from megatron_fsdp.config.engine_options import (
 from megatron_fsdp.config.offload import OffloadArgument, resolve_offload
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.config.switches import resolve_check_lifetimes, resolve_verify_ranks
+from megatron_fsdp.config.switches import resolve_verify_ranks
 from megatron_fsdp.debug.lifetimes import check_lifetimes
-from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, describe, memory_of
 from megatron_fsdp.dtensor.tensor import check_conversion
@@ -264,7 +263,6 @@ class MegatronFSDP(nn.Module):
         self._engine = self._fsdp_engine = assemble(
             module, grouping, options, dist_index, self.device, self._mode, in_place=in_place
         )
-        self._watch_if_asked()
         if options.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():
                 group.decouple_gradients()
@@ -744,7 +742,7 @@ class MegatronFSDP(nn.Module):
         if self.is_deterministic:
             raise ConfigurationError(
                 f'no_sync cannot be used with deterministic="{self._options.deterministic}", because it adds up the '
-                "microbatches of each rank first; accumulate with set_model_auto_sync(False) in its place"
+                "microbatches of each rank first; accumulate with set_model_auto_sync(False) instead"
             )
         with self._mode.changed(is_last_microbatch=False, defer_all=True):
             yield
@@ -936,15 +934,6 @@ class MegatronFSDP(nn.Module):
     def stop_logging_for_hangs(self) -> None:
         """Close the log, if there is one."""
         stop_logging_for_hangs(self)
-
-    def _watch_if_asked(self) -> None:
-        """Add the observers that arguments and environment ask for; collective with `verify_ranks`."""
-        engine = self._engine
-        if self._options.verify_ranks_s and engine.rank_meshes[0].group is not None:
-            group, timeout_s = engine.rank_meshes[0].group, self._options.verify_ranks_s
-            self.observe(RankVerifier(group, engine.units, timeout_s, engine.reduces_in_fixed_order))
-        if resolve_check_lifetimes():
-            self.check_lifetimes()
 
     def describe(self) -> Description:
         """Describe units, options and memory of the model on this rank, read from live objects; no communication.

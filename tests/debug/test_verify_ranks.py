@@ -5,6 +5,7 @@ A call that hangs is killed by the worker pool, and fails its test.
 
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -12,16 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from megatron_fsdp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     MegatronFSDP,
+    experimental,
+    fsdp2,
     fully_shard_model,
 )
 from megatron_fsdp.config.switches import VERIFY_TIMEOUT_S, VERIFY_VARIABLE, resolve_verify_ranks
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
+from tests.support.arrangements import mesh_of
 from tests.support.case import FP32, Recording, Run, Scenario, Setting, assert_parity, reference, run_sharded
 from tests.support.on_ranks import of_ranks, on_ranks, refusal
 from tests.support.settling import settled
@@ -60,7 +65,31 @@ def test_a_skipped_unit_stops_every_rank_with_the_same_message(
         message = refusal(backward, model)
     assert f"rank 0 {one}" in message
     assert f"rank 1 {other}" in message
-    assert "calls model.join(unit, hidden) in its place" in message
+    assert "calls model.join(unit, hidden) instead" in message
+
+
+def by_torchs_calls(model: Ordered) -> None:
+    for module in [*model.layers, model]:
+        fsdp2.fully_shard(module)
+
+
+def in_place(model: Ordered) -> None:
+    mesh, cut = mesh_of((dist.get_world_size(),), ("dp",)), [Shard(0)]
+    with experimental.fully_shard_context("cpu"):
+        for module in [*model.layers, model]:
+            experimental.fully_shard(module, mesh, experimental.Placements([0], cut, cut, cut))
+
+
+@pytest.mark.parametrize("by", [by_torchs_calls, in_place])
+@on_ranks(2)
+def test_models_sharded_in_place_are_compared_where_the_environment_asks(by: Callable[[Ordered], object]) -> None:
+    model = Ordered()
+    model.order = (0, 1, 2, 3) if dist.get_rank() == 0 else (0, 1, 3)
+    with mock.patch.dict(os.environ, {"MFSDP_VERIFY_RANKS": str(_WAIT_S)}):
+        by(model)
+        message = refusal(lambda: model(X).sum().backward())
+    assert message.startswith("rank 0 gathers layers.2 (")
+    assert "model.join" not in message
 
 
 @on_ranks(3)

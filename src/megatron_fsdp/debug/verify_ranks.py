@@ -68,8 +68,11 @@ class RankVerifier(Observer):
     sums over the outer axis, which the others need to get that far: a deadlock.
     """
 
-    def __init__(self, group: dist.ProcessGroup, units: Sequence[Unit], timeout_s: float, order_is_fixed: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, units: Sequence[Unit], timeout_s: float, order_is_fixed: bool, join: str
+    ) -> None:
         self._order_is_fixed, self._units, self._timeout_s = order_is_fixed, units, timeout_s
+        self._cure = f"every rank has to call the same units in the same order, and {join} (mfsdp docs debugging)"
         self._ranks = dist.get_process_group_ranks(group)  # global ones, in order
         self._me = dist.get_rank(group)  # this rank's place among them
         # A gloo group of its own. torch names one by the number of groups, ambiguous after groups were destroyed.
@@ -186,8 +189,7 @@ class RankVerifier(Observer):
             did = f"the last thing all ranks did was: each {self._last.describe(self._units)}"
         self._lost = (
             f"rank {_listed(self._ranks[p] for p in absent)} did not come within {self._timeout_s:g} s while rank "
-            f"{self._ranks[self._me]} {mine.describe(self._units)} ({did}); every rank has to call the same units in "
-            "the same order, and one that has nothing to compute calls model.join (mfsdp docs debugging)"
+            f"{self._ranks[self._me]} {mine.describe(self._units)} ({did}); {self._cure}"
         )
         raise ScheduleError(self._lost) from cause
 
@@ -205,10 +207,7 @@ class RankVerifier(Observer):
             )
         parts = sorted(doing.items(), key=lambda item: (len(item[1]), item[1]))
         actions = " while ".join(f"rank {_listed(ranks)} {what}" for what, ranks in parts)
-        return (
-            f"{actions}; every rank has to call the same units in the same order, and one that has nothing to compute "
-            "with a unit calls model.join(unit, hidden) in its place (mfsdp docs debugging)"
-        )
+        return f"{actions}; {self._cure}"
 
 
 def _in_backward() -> bool:

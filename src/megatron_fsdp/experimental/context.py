@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.streams import default_device, resolve_device
 from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions, UserBufferOptions, WeightAllocator
+from megatron_fsdp.config.switches import resolve_verify_ranks
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.schedule import SyncMode
@@ -104,7 +105,8 @@ class FsdpContext:
         memory = MemoryOptions(allocator=WeightAllocator.RESIZE)
         if self.use_symmetric_memory:
             memory = MemoryOptions(user_buffers=UserBufferOptions(), is_persistent=True)
-        engine = finish_in_place(roots, EngineOptions(memory=memory), self.at_once, _WORDS)
+        options = EngineOptions(memory=memory, verify_ranks_s=resolve_verify_ranks(None))
+        engine = finish_in_place(roots, options, self.at_once, _WORDS)
         self._engine = weakref.ref(engine)
         for handle in self._refusals:
             handle.remove()

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions, WeightAllocator
+from megatron_fsdp.config.switches import resolve_verify_ranks
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.hooks import is_compiled_in_place, uncompiled
@@ -186,6 +187,7 @@ class ShardState:
             offload=self.sharding.options.offload,
             # As in torch, what no rank has used has no gradient, instead of zeros by which momentum would move it.
             find_unused_parameters=True,
+            verify_ranks_s=resolve_verify_ranks(None),
         )
         engine = finish_in_place(self.modules, options, SyncMode(), _WORDS)
         if vars(fsdp)["fully_shard"] is not torch_fully_shard:

@@ -19,7 +19,10 @@ from megatron_fsdp.comm.agreement import raise_together
 from megatron_fsdp.comm.axis import backend_of, is_simulated
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import EngineOptions
+from megatron_fsdp.config.switches import resolve_check_lifetimes
 from megatron_fsdp.debug.gradient_checks import make_checks
+from megatron_fsdp.debug.lifetimes import check_lifetimes
+from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.dtensor.expert_names import TRIVIAL_NAMES, ExpertNames
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.engine.engine import Engine
@@ -234,6 +237,12 @@ def finish(
     watch_optimizers(engine)
     answer_for_sharded_parameters(engine)
     log_if_asked(engine)
+    everyone = engine.rank_meshes[0].group
+    if options.verify_ranks_s and everyone is not None:
+        in_order = engine.reduces_in_fixed_order
+        engine.observers.add(RankVerifier(everyone, units, options.verify_ranks_s, in_order, words.join))
+    if resolve_check_lifetimes():
+        check_lifetimes(engine)
     return engine
 
 
