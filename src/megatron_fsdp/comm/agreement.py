@@ -296,8 +296,8 @@ def all_agree(
 ) -> Iterator[dict[str, str]]:
     """Run a block on every rank, then raise its error, or a difference of facts, on all ranks.
 
-    A block may have questions over the same groups inside, and nothing else that waits for other ranks before the last
-    of them: who leaves it early answers the next one. An error that these ranks have all raised already passes.
+    Inside, further agreements over the same groups are allowed, but until the last of them no other collective: a rank
+    that leaves early with an error reports it in the next agreement. An error that these ranks have all raised passes.
 
     Args:
         doing: The action, for the message.

@@ -272,7 +272,7 @@ class Executor:
             for unit in self._units:
                 unit.wait_for_outer()
         if self._offloads:
-            self.coming_stream.settle()  # as it reads weights; what goes has until the end of backward
+            self.coming_stream.settle()  # copies to the device read them; copies to the host have until backward ends
 
     def settle_offload(self) -> None:
         """Block the host until copies of offloaded state are done, so that it may read and write there."""

@@ -385,7 +385,7 @@ class Sharding:
     rank_mesh: RankMesh
     placements: Placements  # of trained parameters with dimensions
     device: torch.device
-    divisor: float  # a mean is the sum of all ranks' gradients divided by this; for experts by the dense ranks
+    divisor: float  # of the sum of all ranks' gradients; for experts also the number of dense data-parallel ranks
     compute_dtype: torch.dtype | None = None  # to which real floating-point weights are cast; None: their own
 
     def plan_group(self, spec: ParameterGroupSpec, parts: tuple[TensorParallelPart | None, ...]) -> GroupPlan:

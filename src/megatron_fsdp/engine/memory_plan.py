@@ -95,7 +95,7 @@ _ROOT_STORAGE = {WeightAllocator.RESIZE: WeightStorage.RESIZED, WeightAllocator.
 class Use(Enum):
     """Use of a block of communication memory."""
 
-    SHARD = "shard"  # what a rank sends of a group's compute weights; where these are whole, all of them
+    SHARD = "shard"  # a rank's compute weights as collectives use them: its shard (strategy 3), else the full buffer
     SLOT = "slot"  # gathered weights of units that take turns
     UNIT = "unit"  # gathered weights of one unit
     ROOT_BUCKET = "root bucket"

@@ -123,7 +123,7 @@ def gather(
     left = {dim for dim, _, _ in levels} | ({parts.mesh_dim} if parts is not None else set())
 
     def takes_part() -> bool:
-        """Return True if this rank's coordinates are the receiver's but where tensors are still to be gathered."""
+        """Return True without a receiver, or if it has this rank's coordinates in all dimensions gathered already."""
         return receiver is None or all(dim in left or place[dim] == receiver[dim] for dim in range(len(place)))
 
     if not takes_part():

@@ -402,7 +402,7 @@ def _shared_out(
 
 
 def _buckets(sources: Iterable[Source], bucket_bytes: int) -> Iterator[tuple[Source, ...]]:
-    """Cut sources into buckets of one receiver, of half the bytes: a caller keeps the last tensor of the one before."""
+    """Group sources of one receiver into buckets of half the bytes, for a caller may hold a tensor of the last one."""
     taken: list[Source] = []
     filled = 0
     for source in sources:
@@ -419,7 +419,7 @@ def _buckets(sources: Iterable[Source], bucket_bytes: int) -> Iterator[tuple[Sou
 # ---- from model tensors to tensors of the wire -----------------------------------------------------------------------
 
 Pending = dict[str, tuple[torch.Tensor | None, int]]
-"""Tensors of the wire of which some parts are still to come: memory for it, and how many."""
+"""By name, each unfinished tensor of the wire: its memory (None where this rank gets none), and its missing parts."""
 
 
 def complete(
