@@ -1,4 +1,4 @@
-"""trl's asynchronous GRPO sends weights from our `fully_shard`, by its own loop and by a `WeightSource`."""
+"""trl sends weights from our `fully_shard`: asynchronous GRPO, also by a `WeightSource`, and GRPO with a server."""
 
 import queue
 import warnings
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_fsdp.fsdp2 import install
 from megatron_fsdp.weights import WeightSource
 from tests.clients.test_fsdp2_accelerate import fsdp2_on_cpus, weights_of
-from tests.clients.test_fsdp2_trainers import arguments, preferences, tokenizer
+from tests.clients.test_fsdp2_trainers import arguments, grpo, preferences, tokenizer
 from tests.support.language_models import VOCABULARY, build
 from tests.support.on_ranks import assert_equal_tensors, of_ranks, on_ranks
 
@@ -127,3 +127,38 @@ def test_asynchronous_grpo_sends_the_same_weights_as_on_torch(tmp_path: Path) ->
             assert_equal_tensors(each, other, rtol=near, atol=near)
     if wanted[0]:
         assert not any(torch.equal(before, wanted[0][-1][name]) for name, before in wanted[0][0].items())
+
+
+class Server:
+    """trl's client of a vLLM server, as far as weights go."""
+
+    def update_named_params(self, described: list[Any], tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.described, self.sent = described, {name: tensor.clone() for name, tensor in tensors}
+
+    def reset_prefix_cache(self) -> None: ...
+
+
+@pytest.mark.full
+@on_ranks(2)
+def test_grpo_in_server_mode_sends_the_weights_as_they_are(tmp_path: Path) -> None:
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    folder = of_ranks(str(tmp_path))[0]
+    if dist.get_rank() == 0:
+        build("llama").save_pretrained(f"{folder}/base")
+    dist.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        with install(), fsdp2_on_cpus():
+            trainer = grpo(f"{folder}/out")
+            trainer.train()
+            with patch.object(VLLMGeneration, "_init_vllm"):  # it would look for a server
+                sender = VLLMGeneration(trainer.model, trainer.accelerator, tokenizer(), mode="server")
+            sender.vllm_client = Server()
+            sender.sync_weights()
+            weights = weights_of(trainer.accelerator.unwrap_model(trainer.model))
+    if dist.get_rank() == 0:
+        assert_equal_tensors(sender.vllm_client.sent, weights)
+        assert sender.vllm_client.described == [
+            (name, "float32", list(tensor.shape)) for name, tensor in weights.items()
+        ]

@@ -3,9 +3,10 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,14 +15,19 @@ from torch import Tensor, nn
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint.hf import save_hf
+from megatron_fsdp.comm.streams import SideStream
 from megatron_fsdp.errors import MissingPackageError, RankError
 from megatron_fsdp.weights import WeightSource, for_vllm, per_tensor_params, send
+from megatron_fsdp.weights import source as weights_source
 from tests.checkpoint.hf.hf_models import build, same_tensors, shard, stored, tokens
+from tests.support.case import shard as shard_case
 from tests.support.counting import OpCounts
 from tests.support.inference_engine import StandIn
 from tests.support.on_ranks import on_ranks, refusal, same_on_ranks
+from tests.support.ordered_streams import OrderedStream, OrderedStreams, nothing, ordered_comm_streams
 from tests.support.real_torchrun import real_torchrun
 from tests.support.source_tree import ROOT
+from tests.support.zoo import MODEL_CASES
 
 
 def sharded(kind: str, **changes: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -216,6 +222,52 @@ def test_the_sender_may_broadcast_over_another_group_between_two_tensors() -> No
                 time.sleep(0.002)
                 dist.broadcast(tensor.flatten(), 0, group=pair)
     dist.destroy_process_group(pair)
+
+
+class OrderedSide(SideStream):
+    """A side stream of the simulated device."""
+
+    streams: OrderedStreams
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: Any = self.streams.Stream(device, -1)
+
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        self.streams._memory_of(tensor).owner = self.streams.current_stream(self.device)
+
+
+def not_waited_for() -> AbstractContextManager[Any]:
+    return patch.object(OrderedStream, "synchronize", nothing)
+
+
+def reads_weights_at_once() -> AbstractContextManager[Any]:
+    return patch.object(OrderedStream, "wait_stream", nothing)
+
+
+@pytest.mark.parametrize("fault", [nullcontext, not_waited_for, reads_weights_at_once])
+@pytest.mark.parametrize("strategy", [1, 3])
+@on_ranks(2)
+def test_nothing_is_in_flight_when_a_tensor_is_yielded(strategy: int, fault: Callable[[], Any]) -> None:
+    """On a device with streams: the caller reads each tensor at once, and trains between two passes."""
+    case = MODEL_CASES["transformer"]
+    with ordered_comm_streams() as streams, ExitStack() as stack:
+        stack.enter_context(patch.object(torch.cuda, "current_stream", streams.current_stream))
+        stack.enter_context(patch.object(torch.cuda, "stream", streams.stream))
+        stack.enter_context(patch.object(OrderedSide, "streams", streams, create=True))
+        stack.enter_context(patch.object(weights_source, "SideStream", OrderedSide))
+        model, optimizer = shard_case(case, zero_dp_strategy=strategy)
+        source = WeightSource(model, bucket_bytes=500)
+        for step in range(2):
+            case.loss(model, case.make_batch(4, torch.Generator().manual_seed(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with fault():
+                for _, tensor in source:
+                    assert tensor is not None
+                    assert tensor.float().sum().isfinite()
+                    del tensor
+    assert (not streams.findings) == (fault is nullcontext), streams.findings
 
 
 @pytest.mark.full
