@@ -138,7 +138,6 @@ class Server:
     def reset_prefix_cache(self) -> None: ...
 
 
-@pytest.mark.full
 @on_ranks(2)
 def test_grpo_in_server_mode_sends_the_weights_as_they_are(tmp_path: Path) -> None:
     from trl.generation.vllm_generation import VLLMGeneration
