@@ -32,7 +32,7 @@ def main() -> None:
     settings = yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))
     if len(sys.argv) > 2:
         settings["distributed"]["strategy"] = sys.argv[2]
-    if settings["distributed"]["strategy"] == "megatron_fsdp":  # the others keep float32 weights for a bfloat16 model
+    if settings["distributed"]["strategy"] == "megatron_fsdp":  # else it trains weights in the dtype of the files
         settings["distributed"] |= {"preserve_fp32_weights": True, "grad_reduce_in_fp32": True}
     section = parse_distributed_section(settings["distributed"])
     training = settings["training"]

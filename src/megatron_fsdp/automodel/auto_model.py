@@ -183,8 +183,8 @@ class _AutoModel:
             tp_size: Tensor-parallel ranks.
             pp_size: Pipeline-parallel ranks; `FSDP2Config` only.
             cp_size: Context-parallel ranks.
-            ep_size: Expert-parallel ranks; `FSDP2Config` only.
-            device_mesh: In place of sizes: a mesh of `create_device_mesh`, or one with the same axes.
+            ep_size: Expert-parallel ranks.
+            device_mesh: Instead of sizes: a mesh of `create_device_mesh`, or one with the same axes.
             moe_mesh: The mesh of experts that belongs to it.
             distributed_setup: Instead of `distributed_config`, sizes and `pipeline_config`.
             pipeline_config: With `pp_size` > 1, how microbatches pass through; None: its defaults.
@@ -516,8 +516,8 @@ def _find_folder(name_or_path: str | Path) -> Path:
         return Path(snapshot_download(str(name_or_path), local_files_only=True))
     except Exception as error:
         raise ConfigurationError(
-            f"{str(name_or_path)!r} is neither a local folder nor in the local cache of the hub; download it first, "
-            "since nothing is downloaded here"
+            f"{str(name_or_path)!r} is neither a local folder nor in the local cache of the hub; nothing is "
+            "downloaded here, but `hf download NAME --local-dir DIR` does so"
         ) from error
 
 

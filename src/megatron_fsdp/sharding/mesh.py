@@ -427,9 +427,9 @@ def mesh_and_dim(
     if dim is None and device_mesh.ndim == 1 and device_mesh.mesh_dim_names:
         dim = device_mesh.mesh_dim_names[0]
     if dim is None:
-        raise ConfigurationError(
-            f"{argument} is missing; name the mesh dimension to shard over, one of {device_mesh.mesh_dim_names}"
-        )
+        known = device_mesh.mesh_dim_names
+        cure = f" to shard over, one of {', '.join(known)}" if known else "s (mesh_dim_names=), and the one to use"
+        raise ConfigurationError(f"{argument} is missing; name the mesh dimension{cure}")
     return device_mesh, dim
 
 
