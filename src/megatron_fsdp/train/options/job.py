@@ -15,6 +15,7 @@ import torch
 from megatron_fsdp.config.arguments import IN_SLOTS
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.ddp_config_flags import in_flags, off_flag_of
+from megatron_fsdp.config.engine_options import with_weight_format
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
@@ -157,6 +158,12 @@ class Job:
             "gradient communication": found.grad_comm,
         }
         return {what: str(dtype).removeprefix("torch.") for what, dtype in dtypes.items()}
+
+    @property
+    def weight_formats(self) -> str:
+        """The formats in which weights are gathered, which round them, as the flag's words."""
+        chosen = with_weight_format(MixedPrecisionPolicy(), self.ddp).weight_formats
+        return " ".join(f"{pattern}={name}" for pattern, name in chosen.items()) or "none"
 
     @property
     def fsdp2_reduce_dtype(self) -> torch.dtype:
