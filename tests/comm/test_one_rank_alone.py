@@ -27,6 +27,8 @@ from megatron_fsdp import (
     FSDPDistributedIndex,
     MegatronFSDP,
     MixedPrecisionPolicy,
+    experimental,
+    fsdp2,
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
@@ -37,6 +39,7 @@ from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpo
 from megatron_fsdp.checkpoint.hf import load_adapter, load_hf, save_adapter, save_hf
 from megatron_fsdp.config.engine_options import MESSAGE_VARIABLE
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
+from megatron_fsdp.trace import trace
 from megatron_fsdp.weights import WeightSource
 from tests.conftest import RunRanks
 from tests.support.on_ranks import of_ranks, on_ranks
@@ -445,6 +448,11 @@ def calls() -> dict[str, Call]:
         "WeightSource(device)": given("device", "nothing", "cpu", passes),
         "DistributedOptimizer(clip_grad)": given("clip_grad", "x", 1.0, distributed_optimizer),
         "DistributedOptimizer(model)": given("model", 3, None, distributed_optimizer),
+        "trace(steps)": given("steps", 0, 1, traces),
+        "trace(model)": given("model", 3, None, traces),
+        "experimental.save_checkpoint(optimizer)": given("optimizer", 3, None, saves_in_place),
+        "fsdp2.fully_shard_optimizer(type)": given("optimizer", 3, None, connects_in_place),
+        "create_ring_ulysses_mesh(degrees)": given("ring_degree", 5, 1, rings),
         "build_mesh_context(sizes)": given("tp_size", 5, 1, meshes),
         "build_mesh_context(other sizes)": lambda bad: meshes(tp_size=dist.get_world_size() if bad else 1),
         "build_mesh_context(config)": given("config", 3, am.FSDP2Config(backend="gloo"), meshes),
@@ -548,6 +556,34 @@ def distributed_optimizer(**given: Any) -> None:
 
 def meshes(**given: Any) -> None:
     am.build_mesh_context(**{"config": am.FSDP2Config(backend="gloo"), **given})
+
+
+def traces(model: Any = None, steps: int = 1) -> None:
+    trace(fully_shard_model(nn.Linear(8, 8)) if model is None else model, steps=steps)
+
+
+def in_place() -> tuple[nn.Module, torch.optim.Optimizer]:
+    made = fsdp2.fully_shard(nn.Linear(8, 8))
+    return made, torch.optim.Adam(made.parameters())
+
+
+def saves_in_place(optimizer: Any) -> None:
+    made, own = in_place()
+    made(torch.ones(2, 8)).sum().backward()
+    with tempfile.TemporaryDirectory() as folder:
+        experimental.save_checkpoint(made, own if optimizer is None else optimizer, of_ranks(folder)[0])
+
+
+def connects_in_place(optimizer: Any) -> None:
+    _made, own = in_place()
+    fsdp2.fully_shard_optimizer(own if optimizer is None else optimizer)
+
+
+def rings(ring_degree: int) -> None:
+    size = dist.get_world_size()
+    am.create_ring_ulysses_mesh(
+        init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)), ring_degree=ring_degree, ulysses_degree=size
+    )
 
 
 def cuts(**given: Any) -> None:

@@ -27,7 +27,7 @@ from megatron_fsdp.automodel.config import (
     check_config,
     resolve_sizes,
 )
-from megatron_fsdp.comm.agreement import all_agree
+from megatron_fsdp.comm.agreement import agreed, all_agree
 from megatron_fsdp.comm.groups import bound_device
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, warn_caller
 
@@ -406,6 +406,7 @@ def get_fsdp_dp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return get_flat_mesh(mesh, shards)
 
 
+@agreed("making a mesh", lambda *_, **__: ())
 def create_ring_ulysses_mesh(mesh: DeviceMesh, *, ring_degree: int, ulysses_degree: int) -> DeviceMesh:
     """Return the context-parallel ranks of a mesh as a 2-D mesh ("ring", "ulysses"); collective.
 

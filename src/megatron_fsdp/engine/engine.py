@@ -101,6 +101,14 @@ def engine_of_model(model: object) -> Engine:
     return next(iter(found.values()))
 
 
+def ranks_of_model(model: object) -> tuple[dist.ProcessGroup | None, ...]:
+    """Return groups that reach all ranks of a model; none for what is no sharded model."""
+    try:
+        return engine_of_model(model).reaching_all
+    except ConfigurationError:
+        return ()
+
+
 def live_engine(reference: weakref.ref[Engine]) -> Engine:
     """Return the engine of a hook's weak reference; raise a ScheduleError if it was deleted."""
     engine = reference()

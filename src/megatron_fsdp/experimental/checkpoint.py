@@ -10,7 +10,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from megatron_fsdp.checkpoint.load import load_checkpoint as load_into
-from megatron_fsdp.engine.engine import engine_of_module
+from megatron_fsdp.comm.agreement import all_agree
+from megatron_fsdp.engine.engine import engine_of_module, ranks_of_model
 
 
 def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -18,7 +19,8 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoi
 
     Entries are `model.NAME` and `optimizer.state.NAME.KEY`, with global shapes.
     """
-    of_model, of_optimizer = get_state_dict(model, optimizer)
+    with all_agree("collecting the state to save", ranks_of_model(model)):
+        of_model, of_optimizer = get_state_dict(model, optimizer)
     state_dict_saver.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=checkpoint_dir)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
+from megatron_fsdp.comm.agreement import Groups, agreed
 from megatron_fsdp.comm.streams import default_device, resolve_device
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.offload import resolve_offload
@@ -36,6 +37,14 @@ from megatron_fsdp.wrap.wrap import move_buffers
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
 
 
+def _ranks_of(optimizer: object = None, *_: object, **__: object) -> Groups:
+    """Return the groups of the first sharded parameter of an optimizer; all ranks where there is none."""
+    params = (param for group in getattr(optimizer, "param_groups", ()) for param in group["params"])
+    mesh = next((param.device_mesh for param in params if isinstance(param, DTensor)), None)
+    return () if mesh is None else tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+
+
+@agreed("connecting the optimizer", _ranks_of)
 def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Connect an optimizer to the engine, which those that compute with whole tensors (torch's Muon) need. Collective.
 

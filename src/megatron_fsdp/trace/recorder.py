@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
-from megatron_fsdp.comm.agreement import gather_over
+from megatron_fsdp.comm.agreement import all_agree, gather_over
 from megatron_fsdp.comm.streams import Moment, make_clock
 from megatron_fsdp.describe.model import memory_of
-from megatron_fsdp.engine.engine import engine_of_model
+from megatron_fsdp.engine.engine import engine_of_model, ranks_of_model
 from megatron_fsdp.engine.observer import Observer, Phase, close_phase
 from megatron_fsdp.errors import ConfigurationError, TraceError
 from megatron_fsdp.optim.chained import ChainedOptimizer
@@ -265,7 +265,10 @@ def trace(model: nn.Module, *, steps: int = 10, align: bool = True, memory: bool
     Raises:
         ConfigurationError: As `Recorder`.
     """
-    return Recorder(model, steps=steps, align=align, memory=memory)
+    if not align:
+        return Recorder(model, steps=steps, align=align, memory=memory)
+    with all_agree("beginning a trace", ranks_of_model(model)):
+        return Recorder(model, steps=steps, align=align, memory=memory)
 
 
 def _note_done(note: Callable[[Raw], None], number: int, _future: object) -> None:
