@@ -84,6 +84,7 @@ def test_batches_that_cannot_be_cut_are_refused_on_all_ranks() -> None:
         ("sequences of 6 tokens cannot be cut into 2 * 2 = 4 equal pieces", {"input_ids": tokens()[:, :6]}),
         ("needs input_ids or inputs_embeds", {"labels": tokens()}),
         ("attention_mask of shape (2, 1, 1, 8)", {**ids, "attention_mask": ones[:, None, None]}),
+        ("the batch has seq_idx without position_ids", {**ids, "seq_idx": tokens() // 4}),
         ("cu_seq_lens_q=[0, 4, 8] with 2 rows of 8 tokens", {**ids, "cu_seq_lens_q": torch.tensor([0, 4, 8])}),
         ("pixel_values of shape (2, 3, 4, 4)", {**ids, "pixel_values": torch.ones(2, 3, 4, 4)}),
         ("has holes or pads on the left", {**ids, "attention_mask": hole}),

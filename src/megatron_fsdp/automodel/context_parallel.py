@@ -212,6 +212,11 @@ def _document_starts(batch: Mapping[str, Tensor], of_packing: Mapping[str, Any])
             )
         found = ends.to(at)[torch.bucketize(at, ends.to(at), right=True) - 1]
     if "position_ids" not in batch:
+        if of_packing and ends is None:
+            raise ConfigurationError(
+                f"the batch has {', '.join(of_packing)} without position_ids or cu_seq_lens_q, which say where "
+                "documents begin; give one of the two"
+            )
         return found
     starts = at - batch["position_ids"].to(at)
     is_real = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(at, dtype=torch.bool)
