@@ -230,7 +230,7 @@ class SideStream:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Run a block behind what the current stream has queued; the host waits for its work at the end."""
+        """Run a block after the work that is queued on the current stream, and block the host until it is done."""
         if self._stream is None:
             yield
             return
@@ -240,7 +240,7 @@ class SideStream:
         self._stream.synchronize()
 
     def hand_over(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of a block's tensor until what the current stream does with it is over."""
+        """Keep a tensor's memory until the current stream has finished using it."""
         if self._stream is not None:
             tensor.record_stream(torch.cuda.current_stream(self.device))
 

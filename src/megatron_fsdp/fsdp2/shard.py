@@ -46,9 +46,9 @@ def _ranks_of(optimizer: object = None, *_: object, **__: object) -> Groups:
 
 @agreed("connecting the optimizer", _ranks_of)
 def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Connect an optimizer to the engine, which those that compute with whole tensors (torch's Muon) need. Collective.
+    """Connect an optimizer that computes with whole tensors, such as torch's Muon, to the engine. Collective.
 
-    Others may be connected: their step works on memory of the engine. The model is cut now, if no forward was yet.
+    Any other may be connected, too. If the model has not run yet, it is sharded into the engine's buffers now.
 
     Returns:
         The same optimizer.
