@@ -14,13 +14,13 @@ from megatron_fsdp.cli.output import write_facts, write_json, write_line, write_
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
 from megatron_fsdp.config.engine_options import MemoryArguments, resolve_memory_options
 from megatron_fsdp.config.import_path import import_by_path
-from megatron_fsdp.config.offload import resolve_offload
+from megatron_fsdp.config.offload import KINDS, offload_of, resolve_offload
 from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES, MixedPrecisionPolicy, dtype_from_name, weight_formats_of
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan import report
-from megatron_fsdp.plan.machine import MACHINES, Machine, find_machine
+from megatron_fsdp.plan.machine import MACHINES, Machine, bytes_of, find_machine, nearest_machine
 from megatron_fsdp.plan.models import PRESETS
 from megatron_fsdp.plan.planning import (
     Plan,
@@ -38,11 +38,15 @@ from megatron_fsdp.train.options.command_line import Layer, assemble, parse_opti
 from megatron_fsdp.train.options.job import Job, World, resolve
 
 _AUTO = "auto"
+_OF_RUN = {"ranks", "memory"}  # arguments that name something else than the setup's fields of these names
+_STRATEGIES = ", ".join(each.name for each in ShardingStrategy)
 _MOST_RANKS = 10**7
 _BYTES = 256  # the vocabulary of the trainer's default tokens
 _DTYPES = "fp16, bf16, fp32 or auto: follow"
 _METAVARS: Mapping[type, str] = {int: "N", float: "X", str: "NAME"}
-_BESIDE_CONFIG = ("config", "ranks", "machine", "machine_set", "json", "units", "run", "parser")
+_BESIDE_CONFIG = (
+    *("config", "ranks", "machine", "memory", "host_memory", "machine_set", "json", "units", "run", "parser"),
+)
 
 
 _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
@@ -56,7 +60,9 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "sequence-parallel": (True, "tensor-parallel ranks share activations between layers along the sequence"),
         "virtual-stages": (1, "pieces of the model on a pipeline rank"),
         "overlap-exchanges": (False, "tensor, context, expert and pipeline collectives run behind compute"),
-        "machine": ("h100", ", ".join(MACHINES)),
+        "machine": (str, f"{', '.join(MACHINES)} (h100, or with --memory the nearest of them)"),
+        "memory": (str, "of one device, such as 24GB or 80GiB"),
+        "host-memory": (str, "of the host for each device"),
         "machine-set": ([], "another figure of it, such as network_bytes_per_s=100e9; may be repeated"),
     },
     "batch": {
@@ -68,13 +74,15 @@ _OPTIONS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "accumulation": ("every", "reduce gradients every microbatch, over the outer axis at the last, or all at last"),
     },
     "choices": {
-        "strategy": (_AUTO, f"{', '.join(ShardingStrategy.__members__)}, 0 to 3, or auto: the cheapest that fits"),
+        "strategy": (
+            _AUTO,
+            f"{_STRATEGIES}, 0 to 3, or auto: the cheapest that fits",
+        ),
         "outer-strategy": (str, "no_shard or optim (no_shard)"),
         "recompute": (str, f"{', '.join(get_args(Recompute))} (mfsdp docs plan); with --strategy auto none and full"),
         "optimizer": ("adamw", ", ".join(OPTIMIZERS) + " (for matrices, with adamw)"),
         "dtype": (str, "of the weights that compute uses, for configs (bf16)"),
-        "optimizer-cpu-offload": (False, "main weights, gradients and optimizer state rest on the host"),
-        "optimizer-offload-fraction": (1.0, "the share of the model whose state rests there"),
+        "offload": (str, f"kinds of state in host memory, of {', '.join(KINDS)}: KIND or KIND=FRACTION,..."),
         "fp8": (False, "products with weights run in 8 bits"),
         "main-params-dtype": ("fp32", _DTYPES),
         "main-grads-dtype": (_AUTO, _DTYPES),
@@ -104,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help=model)
     config = (
         "plan what `mfsdp train --config FILE` would run, instead of MODEL; beside it only --ranks, --machine, "
-        "--machine-set and the flags of output are possible"
+        "--memory, --host-memory, --machine-set and the flags of output are possible"
     )
     parser.add_argument("--config", metavar="FILE", type=Path, help=config)
     parser.add_argument("--list", action="store_true", help="list presets of models and machines, with their memory")
@@ -178,18 +186,14 @@ def _setup(args: argparse.Namespace) -> Setup:
     names = (args.main_params_dtype, args.main_grads_dtype, args.grad_comm_dtype)
     main_params, main_grads, grad_comm = (None if name == _AUTO else dtype_from_name(name) for name in names)
     formats = weight_formats_of(args.weight_format.split(",") if args.weight_format else ())
-    if args.optimizer_offload_fraction != 1.0 and not args.optimizer_cpu_offload:
-        raise ConfigurationError(
-            "--optimizer-offload-fraction has no effect without --optimizer-cpu-offload; give both"
-        )
     strategy, outer_strategy = args.strategy, args.outer_strategy or "no_shard"
     chosen = {
         "strategy": resolve_strategy("optim_grads_params" if strategy == _AUTO else _number(strategy), "--strategy"),
         "outer_strategy": resolve_strategy(_number(outer_strategy), "--outer-strategy"),
         "policy": MixedPrecisionPolicy(main_params, main_grads, grad_comm, formats),
-        "offload": {"main_weights": args.optimizer_offload_fraction} if args.optimizer_cpu_offload else None,
+        "offload": offload_of(args.offload.split(",")) if args.offload else None,
     }
-    same = {name: value for name, value in vars(args).items() if name in Setup.__dataclass_fields__.keys() - {"ranks"}}
+    same = {name: value for name, value in vars(args).items() if name in Setup.__dataclass_fields__.keys() - _OF_RUN}
     return make_setup(ParallelRanks(args.ranks // divided, outer, args.tp, args.cp, args.pp, args.ep), **same | chosen)
 
 
@@ -217,14 +221,16 @@ def _number(text: str) -> int | str:
 
 
 def _machine(args: argparse.Namespace) -> Machine:
-    figures = {}
+    said = {"memory_bytes": ("--memory", args.memory), "host_memory_bytes": ("--host-memory", args.host_memory)}
+    figures = {name: bytes_of(text, flag) for name, (flag, text) in said.items() if text is not None}
+    machine = find_machine(args.machine) if args.machine else nearest_machine(figures.get("memory_bytes"))
     for text in args.machine_set:
         name, _, value = text.partition("=")
         try:
             figures[name] = float(value)
         except ValueError:
             raise ConfigurationError(f"--machine-set {text} is not FIGURE=NUMBER") from None
-    return find_machine(args.machine).but(figures)
+    return machine.but(figures)
 
 
 # ---- output ---------------------------------------------------------------------------------------------------------
@@ -233,8 +239,8 @@ def _machine(args: argparse.Namespace) -> Machine:
 def _list() -> int:
     write_line("models: " + ", ".join(PRESETS))
     write_line("models of the trainer: " + ", ".join(TRAINER_PRESETS))
-    for machine in MACHINES.values():
-        write_line(report.machine_words(machine))
+    columns, rows = report.machine_table(MACHINES.values())
+    write_table(columns, rows, right=columns[1:])
     return EXIT_SAME
 
 

@@ -57,6 +57,21 @@ OffloadArgument = Any
 """Type of `fully_shard(offload=...)`: None, "all", torch's policies, a sequence of kinds, or kinds with fractions."""
 
 
+def offload_of(words: Sequence[str]) -> dict[str, float]:
+    """Parse the words of a flag, "KIND" or "KIND=FRACTION", into what `resolve_offload` takes.
+
+    Raises:
+        ConfigurationError: A fraction is no number.
+    """
+    pairs = [word.partition("=") for word in words]
+    try:
+        return {kind: float(fraction) if equals else 1.0 for kind, equals, fraction in pairs}
+    except ValueError:
+        raise ConfigurationError(
+            f"offload {' '.join(words)}: give kinds of {', '.join(KINDS)}, each alone or as KIND=FRACTION"
+        ) from None
+
+
 def resolve_offload(given: OffloadArgument, strategy: ShardingStrategy) -> Offload:
     """Resolve the argument `offload`.
 

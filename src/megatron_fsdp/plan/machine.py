@@ -7,6 +7,7 @@ efficiency are the fractions that a run is assumed to reach; every report states
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -178,3 +179,20 @@ cards without a fast link, by the makers' figures of products that add up in fp3
 def find_machine(name: str) -> Machine:
     """Return the machine preset of this name."""
     return one_of(f"machine {name!r} is not known", name, MACHINES)
+
+
+def nearest_machine(memory_bytes: float | None) -> Machine:
+    """Return the preset whose devices have the memory nearest to this; h100 where none is named."""
+    if memory_bytes is None:
+        return MACHINES["h100"]
+    return min(MACHINES.values(), key=lambda machine: abs(machine.memory_bytes - memory_bytes))
+
+
+def bytes_of(text: str, flag: str) -> float:
+    """Parse a size such as 24GB, 80GiB or 3e10 into bytes: GB and TB in powers of 1000, GiB and TiB of 1024."""
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) *(?:([kmgt]?)(i?)b)?", text.strip().lower())
+    try:
+        number, prefix, binary = found.groups(default="") if found else ("", "", "")
+        return float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " ")
+    except ValueError:
+        raise ConfigurationError(f"{flag} {text} is no size; give bytes, or a number with GB or GiB") from None

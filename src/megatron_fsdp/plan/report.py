@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from enum import Enum
 from itertools import groupby
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_fsdp.config.offload import Offload
 from megatron_fsdp.config.precision import resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.describe.text import in_bytes
@@ -220,6 +222,24 @@ def time_rows(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
+def machine_table(machines: Iterable[Machine]) -> Table:
+    """Return a table of machine presets, with the figures of one device."""
+    columns = ("machine", "memory", "of the host", "TFLOP/s", "memory TB/s", "link GB/s", "network GB/s")
+    rows: list[Row] = [
+        (
+            machine.name,
+            in_bytes(machine.memory_bytes),
+            in_bytes(machine.host_memory_bytes),
+            f"{machine.flops / 1e12:,.0f}",
+            f"{machine.memory_bytes_per_s / 1e12:.2f}",
+            f"{machine.link_bytes_per_s / 1e9:,.0f}",
+            f"{machine.network_bytes_per_s / 1e9:,.0f}",
+        )
+        for machine in machines
+    ]
+    return columns, rows
+
+
 def machine_words(machine: Machine) -> str:
     """Describe the machine's assumptions in one line."""
     return (
@@ -235,11 +255,11 @@ def advice(plan: Plan) -> str:
     """Suggest changes for a plan that does not fit."""
     ranks = ranks_that_fit(plan)
     away, room = plan.memory.away_bytes, in_bytes(plan.machine.host_memory_bytes)
-    host = "let state rest on the host (--optimizer-cpu-offload)"
+    host = "offload state to the host (--offload main_weights)"
     if not plan.fits_host:
         host = (
-            f"give the host more memory ({in_bytes(away)} rest there, and it has {room} for each device; if yours has "
-            f"more, say so: --machine-set host_memory_bytes={away:.3g})"
+            f"give the host more memory ({in_bytes(away)} are offloaded to it, and it has {room} for each device; if "
+            f"yours has more, say so: --host-memory {math.ceil(away / 1e9)}GB)"
         )
     more = f"use more ranks (about {ranks:,} with every rank holding a share), d" if ranks else "d"
     return (
@@ -253,18 +273,19 @@ def verdict(plan: Plan) -> str:
     """Return one sentence on whether the plan fits."""
     usable, away = plan.machine.usable_bytes, plan.memory.away_bytes
     left = usable - plan.memory.peak_bytes
+    room = in_bytes(plan.machine.host_memory_bytes)
+    host = f"{in_bytes(away)} are offloaded to the host, which has {room} for a device" if away else ""
     if left < 0:
-        return f"It does not fit: {in_bytes(-left)} too much at the peak."
+        return f"It does not fit: {in_bytes(-left)} too much at the peak{host and f'; {host}'}."
     if not plan.fits_host:
-        room = in_bytes(plan.machine.host_memory_bytes)
-        return f"It does not fit: {in_bytes(away)} rest on the host, which has {room} for a device."
-    return f"It fits: {in_bytes(left)} of {in_bytes(usable)} are left at the peak."
+        return f"It does not fit: {host}."
+    return f"It fits: {in_bytes(left)} of {in_bytes(usable)} are left at the peak{host and f'; {host}'}."
 
 
 def flags(plan: Plan) -> list[str]:
     """Return the flags for the trainer and for Megatron-LM's scripts."""
     setup, ranks, policy, recompute = plan.setup, plan.setup.ranks, plan.setup.policy, plan.setup.recompute
-    compute, fraction = _compute_dtype(plan), setup.offload.main_weights
+    compute, offload = _compute_dtype(plan), _offload_words(setup.offload)
     resolved = resolve_precision(policy, compute)
     is_usual = resolved.main_grads == resolved.grad_comm == torch.float32  # so does the trainer by default
     is_full, is_hybrid = recompute == "full", ranks.dp_outer > 1
@@ -289,8 +310,8 @@ def flags(plan: Plan) -> list[str]:
         "--recompute-granularity": recompute in ("full", "selective") and [recompute],
         "--recompute-method": is_full and ["uniform"],
         "--recompute-num-layers": is_full and [1],
-        "--optimizer-cpu-offload": fraction > 0,
-        "--optimizer-offload-fraction": 0 < fraction < 1 and [fraction],
+        "--optimizer-cpu-offload": offload == ["main_weights"],
+        "--megatron-fsdp-offload": offload != ["main_weights"] and offload,
         "--optimizer": setup.optimizer.name in _OF_TRAINER and [_OF_TRAINER[setup.optimizer.name]],
         "--fp8-param-gather": keeps_transposed,
         "--keep-fp8-transpose-cache": keeps_transposed,
@@ -305,17 +326,21 @@ def flags(plan: Plan) -> list[str]:
     ]
 
 
+def _offload_words(offload: Offload) -> list[str]:
+    """Return what `--megatron-fsdp-offload` is given for this: main weights stand for their gradients and state."""
+    kinds = ("main_weights", "compute_weights") if offload.main_weights else ("optimizer_state", "compute_weights")
+    found = {kind: getattr(offload, kind) for kind in kinds}
+    return [kind if part == 1 else f"{kind}={part:g}" for kind, part in found.items() if part]
+
+
 def without_flags(plan: Plan) -> list[str]:
     """List the parts of a plan for which the trainer has no flag."""
-    setup, offload = plan.setup, plan.setup.offload
+    setup = plan.setup
     is_usual = setup.optimizer.name in ("adamw-fused", *_OF_TRAINER)
-    alone = offload.optimizer_state > 0 and not offload.main_weights
     accumulation = "last" if setup.strategy <= ShardingStrategy.optim else "every"
     found = {
         f"--optimizer {setup.optimizer.name} (its AdamW is adamw-fused)": not is_usual,
         f"recompute {setup.recompute}": setup.recompute not in ("none", "full", "selective"),
-        "compute_weights on the host (offload=)": offload.compute_weights > 0,
-        "optimizer_state alone on the host (offload=)": alone,
         "--fp8": setup.fp8,
         "--virtual-stages": setup.virtual_stages > 1,
         "--overlap-exchanges": setup.overlap_exchanges,

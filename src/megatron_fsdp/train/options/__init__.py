@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.ddp_config_flags import destination_of, field_meanings, flag_of
+from megatron_fsdp.config.offload import offload_of
 from megatron_fsdp.errors import ConfigurationError
 
 # ---- fields as flags -------------------------------------------------------------------------------------------------
@@ -339,6 +340,8 @@ class OptimizerOptions:
         optimizer_cpu_offload: Main weights, main gradients and optimizer state rest in host memory, where the optimizer
             steps.
         optimizer_offload_fraction: The share of the model whose state rests there; the rest stays on the device.
+        megatron_fsdp_offload: Kinds of state to keep in host memory, main_weights, optimizer_state or compute_weights,
+            each alone or as KIND=FRACTION; with main weights go their gradients and their state.
     """
 
     optimizer: Literal["adam", "sgd", "muon", "adamw8bit"] = "adam"
@@ -361,6 +364,7 @@ class OptimizerOptions:
     clip_grad: NotNegative = 1.0
     optimizer_cpu_offload: bool = False
     optimizer_offload_fraction: Part = 1.0
+    megatron_fsdp_offload: tuple[str, ...] = ()
 
     @property
     def planned_name(self) -> str:
@@ -555,9 +559,9 @@ class Options:
     @property
     def offload(self) -> dict[str, float]:
         """The engine's `offload` argument."""
-        if not self.optimizer.optimizer_cpu_offload:
-            return {}
-        return {"main_weights": self.optimizer.optimizer_offload_fraction}
+        if self.optimizer.optimizer_cpu_offload:
+            return {"main_weights": self.optimizer.optimizer_offload_fraction}
+        return offload_of(self.optimizer.megatron_fsdp_offload)
 
     def value(self, name: str) -> Any:
         """Return the value of an option, by its name."""
