@@ -169,7 +169,7 @@ def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "deepseek-v3" in text
     assert "cpu-small" in text
     assert re.search(r"^h200 +131.3 GiB +128.0 GiB +989 +4.80 ", text, re.MULTILINE)
-    assert "8 devices per node of 24.0 GiB, 64.0 GiB of the host for each" in text
+    assert re.search(r"^4090 +24.0 GiB +64.0 GiB ", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,8 @@ def test_every_flag_sets_its_option() -> None:
             expected[name] = (one, option.choices[0]) if option.is_list else one
             words += [option.flag, *(expected[name] if option.is_list else [one])]
         else:
-            text, expected[name] = SAMPLES[option.kind]
+            text, value = SAMPLES[option.kind]
+            expected[name] = (value,) if option.is_list else value
             words += [option.flag, text]
     options = parse_options(words)
     assert {name: options.value(name) for name in OPTIONS} == expected
