@@ -16,6 +16,7 @@ from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
 from tests.support.experts import FLAT as EXPERT_MESH
 from tests.support.experts import arguments, build_with_experts, expert_mesh, experts_of, place
 from tests.support.on_ranks import of_ranks, on_ranks, refusal
+from tests.support.worker_pool import ON_DROPPED_GROUPS
 from tests.support.zoo import (
     FLOORS,
     MODEL_CASES,
@@ -38,6 +39,9 @@ def second_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """One more group of a one-dimensional mesh; every rank calls this in the same order for its part of one mesh."""
     rows = of_ranks(tuple(dist.get_process_group_ranks(mesh.get_group())))
     return dist.new_subgroups_by_enumeration([list(row) for row in dict.fromkeys(rows)])[0]
+
+
+ON_DROPPED_GROUPS.append(second_group.cache_clear)
 
 
 def flat() -> dict[str, Any]:

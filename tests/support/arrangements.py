@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.support.worker_pool import ON_DROPPED_GROUPS
 from tests.support.zoo import Batch
 
 Values = Mapping[str, Tensor | None]
@@ -47,7 +48,7 @@ FLAT = Arrangement()
 
 @cache
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """The CPU mesh over all ranks, the same object every time: its groups are dear (threads until the process ends)."""
+    """The CPU mesh over all ranks, the same object at every call of a test."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
@@ -55,6 +56,9 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 def flattened(mesh: DeviceMesh, names: tuple[str, ...], flat_name: str) -> DeviceMesh:
     """One axis made of several, which the root mesh then knows by a name of its own."""
     return mesh[names]._flatten(flat_name)
+
+
+ON_DROPPED_GROUPS.extend((mesh_of.cache_clear, flattened.cache_clear))
 
 
 def arguments_of(mesh: DeviceMesh) -> dict[str, Any]:

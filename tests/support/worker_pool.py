@@ -37,6 +37,7 @@ import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import apply_warning_filters, get_config
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # Guards against waiting for ever, far above what anything takes: the machine may be busy with other things.
 _MESSAGE_BYTES = "MFSDP_MESSAGE_BYTES"
@@ -44,9 +45,10 @@ DEFAULT_TIMEOUT_S = 300.0
 _START_TIMEOUT_S = 600.0
 _STACK_DUMP_TIMEOUT_S = 120.0
 _PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)  # longer than any call may take: hangs are the pool's to report
-MAX_CALLS = 300  # long-lived gloo processes leak threads
-_MAX_THREADS = 150  # gloo leaves some behind for each group, also when it is destroyed; they wake up every 10 ms
+_MAX_THREADS = 150  # of one call that makes many groups: gloo has some for each, which wake up every 10 ms
 _SHOWN_AT_EACH_END = 3000
+ON_DROPPED_GROUPS: list[Callable[[], object]] = []
+"""Called on a rank when the groups of a call are destroyed: clears what has kept their meshes."""
 # The first optimizer of a process imports `torch._dynamo`.
 _PRELOADED_MODULES = ["torch._dynamo", "megatron_fsdp.ddp", "megatron_fsdp.fully_shard", "tests.support.worker_pool"]
 
@@ -123,7 +125,6 @@ class WorkerPool:
     _workers: list[_Worker] = field(default_factory=list, init=False)
     _store: TCPStore | None = field(default=None, init=False)
     _folder: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False)
-    _call_count: int = field(default=0, init=False)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
         """Run `fn(*args)`, of an importable module, on every rank and return the results in rank order.
@@ -135,13 +136,12 @@ class WorkerPool:
         request = pickle.dumps((fn, args, given))
         if not self._workers or not all(worker.process.is_alive() for worker in self._workers):
             self._start()
-        self._call_count += 1
         for worker in self._workers:
             worker.reply = None
             with contextlib.suppress(OSError):  # a worker that just died is reported below
                 worker.connection.send_bytes(request)
         replies = self._await_replies(fn.__qualname__, timeout_s)
-        if self._call_count >= MAX_CALLS or max(reply.threads for reply in replies) > _MAX_THREADS:
+        if max(reply.threads for reply in replies) > _MAX_THREADS:
             self.stop()
         return [pickle.loads(reply.value) for reply in replies if reply.value is not None]
 
@@ -155,7 +155,6 @@ class WorkerPool:
             worker.process.close()
         self._workers = []
         self._store = None
-        self._call_count = 0
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -270,6 +269,7 @@ def _answer(request: bytes, spec: _Spec, environment: dict[str, str]) -> _Reply:
     """Run one pickled `(fn, args)` from a known state of all random generators, and catch whatever it raises."""
     value, error = None, None
     try:
+        _drop_process_groups()
         fn, args, given = pickle.loads(request)
         os.environ.pop(_MESSAGE_BYTES, None)
         os.environ.update(given)
@@ -283,6 +283,21 @@ def _answer(request: bytes, spec: _Spec, environment: dict[str, str]) -> _Reply:
     return _Reply(value, error, len(list(tasks.iterdir())) if tasks.is_dir() else 0)
 
 
+def _drop_process_groups() -> None:
+    """Destroy the groups of the call before: each has threads of gloo's, which wake up every 10 ms.
+
+    All ranks have ended that call, so that none connects any more. DTensor remembers what an operation gives, mesh
+    included, and takes a later mesh of the same ranks and names for the same.
+    """
+    for forget in ON_DROPPED_GROUPS:
+        forget()
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    gc.collect()
+    gc.freeze()  # modules and caches of that call stay: collecting, and counting what lives, need not look at them
+
+
 def _restore_process(spec: _Spec, environment: dict[str, str]) -> None:
     """Undo what a call may have left behind, so that the next one does not depend on it."""
     for name in os.environ.keys() - environment.keys():
@@ -291,8 +306,6 @@ def _restore_process(spec: _Spec, environment: dict[str, str]) -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     _apply_warning_filters(spec)
-    gc.collect()
-    gc.freeze()  # modules and caches of this call stay: collecting, and counting what lives, need not look at them
 
 
 def _apply_warning_filters(spec: _Spec) -> None:
