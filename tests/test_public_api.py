@@ -72,11 +72,19 @@ OWN_ARGUMENTS: list[tuple[str, Any]] = [
     ("offload", None),
 ]
 """Not in the published signatures: they come last."""
+EXPERTS = ("zero_dp_strategy_experts", None)  # of `MegatronFSDP` a field of its configuration
 
 SIGNATURES: dict[str, list[tuple[str, Any]]] = {
-    "fully_shard_model": [("module", REQUIRED), *MODEL_ARGUMENTS, *LEGACY_ARGUMENTS, *OWN_ARGUMENTS],
+    "fully_shard_model": [("module", REQUIRED), *MODEL_ARGUMENTS, *LEGACY_ARGUMENTS, *OWN_ARGUMENTS, EXPERTS],
     "fully_shard_optimizer": [("optimizer", REQUIRED), ("preproc_state_dict_for_dcp_ckpt", True)],
-    "fully_shard": [("module", REQUIRED), ("optimizer", REQUIRED), *MODEL_ARGUMENTS, *LEGACY_ARGUMENTS, *OWN_ARGUMENTS],
+    "fully_shard": [
+        ("module", REQUIRED),
+        ("optimizer", REQUIRED),
+        *MODEL_ARGUMENTS,
+        *LEGACY_ARGUMENTS,
+        *OWN_ARGUMENTS,
+        EXPERTS,
+    ],
     "MegatronFSDP": [
         ("module", REQUIRED),
         ("dist_index", REQUIRED),

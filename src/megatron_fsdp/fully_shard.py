@@ -181,6 +181,7 @@ def fully_shard_model(
     find_unused_parameters: bool = False,
     deterministic: str | None = None,
     offload: OffloadArgument = None,
+    zero_dp_strategy_experts: str | int | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks.
 
@@ -261,6 +262,8 @@ def fully_shard_model(
             `["main_weights", "optimizer_state"]`, or a mapping of kinds to fractions, 0 to 1. The kinds are
             main_weights, optimizer_state, main_gradients and compute_weights; "all", or torch's `CPUOffloadPolicy()`,
             names them all. Results are the same (docs/memory.md).
+        zero_dp_strategy_experts: The strategy of expert parameters (as `expt_device_mesh` has them; without one those
+            with `.experts.` in the name); None: `zero_dp_strategy`.
 
     Returns:
         The wrapped model.
@@ -277,6 +280,8 @@ def fully_shard_model(
         warn_of_namesake()
         check_not_wrapped(module)
         outer_strategy = resolve_strategy(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
+        name = "zero_dp_strategy_experts"
+        of_experts = None if zero_dp_strategy_experts is None else resolve_strategy(zero_dp_strategy_experts, name).name
         check_policy(mixed_precision_policy)
         check_mesh(device_mesh)
         policy, report_nan_in_param_grad, keep_fp8_transpose_cache = replace_legacy_keywords(
@@ -290,6 +295,7 @@ def fully_shard_model(
         )
         config = DistributedDataParallelConfig(
             data_parallel_sharding_strategy=resolve_strategy(zero_dp_strategy).name,
+            data_parallel_sharding_strategy_experts=of_experts,
             outer_dp_sharding_strategy=outer_strategy.name,
             overlap_grad_reduce=overlap_grad_reduce,
             overlap_param_gather=overlap_param_gather,
@@ -498,9 +504,13 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     check_not_wrapped(module)
     module = compiled_in_place(module)
     names = {id(param): name for name, param in module.named_parameters()}
-    strategy, device_mesh = resolve_strategy(bound.arguments["zero_dp_strategy"]), bound.arguments["device_mesh"]
+    device_mesh, of_experts = bound.arguments["device_mesh"], bound.arguments["zero_dp_strategy_experts"]
+    strategies = [resolve_strategy(bound.arguments["zero_dp_strategy"])]
+    strategies += [] if of_experts is None else [resolve_strategy(of_experts, "zero_dp_strategy_experts")]
     is_captured = bound.arguments["cuda_graph_mode"] and mesh_device_type(device_mesh) == "cuda"
-    check_before_sharding(optimizer, names, are_cut=strategy != ShardingStrategy.no_shard, is_captured=is_captured)
+    check_before_sharding(
+        optimizer, names, are_cut=max(strategies) > ShardingStrategy.no_shard, is_captured=is_captured
+    )
     # Without its decorators: ranks agree at the end of this function.
     model = inspect.unwrap(fully_shard_model)(module, *args, **kwargs)
     sharded = {

@@ -214,7 +214,7 @@ class MegatronFSDP(nn.Module):
             init_model_with_meta_device=init_model_with_meta_device,
             find_unused_parameters=find_unused_parameters,
             deterministic=checked_deterministic(deterministic),
-            offload=resolve_offload(offload, options.strategy),
+            offload=resolve_offload(offload, max(options.strategies)),
         )
         if dist_index.hsdp_outer_dp_shard and options.outer_strategy is not ShardingStrategy.optim:
             raise ConfigurationError(
@@ -277,7 +277,7 @@ class MegatronFSDP(nn.Module):
         plan = self._engine.unit_plan
         count, source = len(plan.units) - 1, plan.source.removeprefix("given classes ")
         logger.info("%d unit%s (%s) beside the root", count, "" if count == 1 else "s", source)
-        if options.strategy is ShardingStrategy.optim_grads_params:
+        if ShardingStrategy.optim_grads_params in options.strategies:
             # `generate` of transformers then goes on until all ranks are done, and layers that it drops by chance run.
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
         refuse_torch(self)

@@ -69,6 +69,7 @@ MEGATRON_FIELDS: dict[str, tuple[Any, Any]] = {
     "weight_format": (Any, None),  # of this package only
     "report_nan_in_param_grad": (bool, False),
     "ulysses_degree": (int, 1),
+    "zero_dp_strategy_experts": (Optional[int], None),
 }
 DDP_FIELDS: dict[str, tuple[Any, Any]] = {
     "activation_checkpointing": (bool | str, False),
@@ -172,6 +173,7 @@ PARTS = "give True, False, 'full' or 'selective'"
         (FSDP2Config, "fsdp2_backward_prefetch_depth", [-1, None], "whole number of layers, 0 or more"),
         (FSDP2Config, "fsdp2_forward_prefetch_depth", [1.0, True], "whole number of layers, 0 or more"),
         (MegatronFSDPConfig, "zero_dp_strategy", [4, -1, True, None, 3.0, "zero3"], "zero_dp_strategy="),
+        (MegatronFSDPConfig, "zero_dp_strategy_experts", [4, True, "zero3"], "zero_dp_strategy_experts="),
         (MegatronFSDPConfig, "megatron_fsdp_unit_modules", ["a.B", {"a.B"}, 3, [3], [""], [None]], UNITS),
         (MegatronFSDPConfig, "activation_checkpointing", [None], PARTS),
         (DDPConfig, "activation_checkpointing", ["some"], PARTS),

@@ -180,6 +180,13 @@ TABLE: dict[str, tuple[int, list[Case]]] = {
             beside("mixtral", "fsdp2", cp_size=2),
         ],
     ),
+    "experts-strategies": (
+        4,
+        [
+            experts("mixtral", ep, name=ENGINE, fields={"zero_dp_strategy": dense, "zero_dp_strategy_experts": own})
+            for ep, dense, own in ((2, 1, 3), (2, 3, 0), (1, 2, 3))
+        ],
+    ),
     "experts-slices": (4, [experts("qwen3_moe", changes={"num_experts": 6})]),  # 3 are not shared out whole to 2 ranks
     "sequences": (2, ALL_SEQUENCES),
     "sequences-4": (4, [sequences("gemma2", 4, changes=SOFTCAP)]),

@@ -47,10 +47,16 @@ def by_kind(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
 
 
-def trained(kind: str, arrangement: Arrangement, strategy: int, batches: tuple[int, ...], outer: int = 0) -> Run:
+Strategy = int | tuple[int, int]
+"""Of all parameters, or of dense ones and of experts."""
+
+
+def trained(kind: str, arrangement: Arrangement, strategy: Strategy, batches: tuple[int, ...], outer: int = 0) -> Run:
+    inner, *apart = (strategy,) if isinstance(strategy, int) else strategy
+    options = tuple(("zero_dp_strategy_experts", each) for each in apart)
     make = adamw if kind == "stacked" else by_kind
     scenario = Scenario(lambda _run: None, case_of(kind), make)
-    run = Run(scenario, Setting(strategy, outer_strategy=outer, arrangement=arrangement))
+    run = Run(scenario, Setting(inner, outer_strategy=outer, arrangement=arrangement, options=options))
     run.train(*batches)
     return run
 
@@ -61,7 +67,7 @@ def named(run: Run) -> dict[str, Tensor]:
     return {run.sharded.checkpoint_names.saved(name): value for name, value in run.sharded.full_parameters().items()}
 
 
-def save(kind: str, arrangement: Arrangement, strategy: int, folder: str, outer: int = 0) -> dict[str, Tensor]:
+def save(kind: str, arrangement: Arrangement, strategy: Strategy, folder: str, outer: int = 0) -> dict[str, Tensor]:
     """By plain calls, and by the library."""
     run = trained(kind, arrangement, strategy, (0, 1), outer)
     dcp.save(state_of(run.model, run.optimizer), checkpoint_id=f"{folder}/plain")
@@ -69,7 +75,7 @@ def save(kind: str, arrangement: Arrangement, strategy: int, folder: str, outer:
     return named(run)
 
 
-def load_and_save(kind: str, arrangement: Arrangement, strategy: int, source: str, target: str) -> dict[str, str]:
+def load_and_save(kind: str, arrangement: Arrangement, strategy: Strategy, source: str, target: str) -> dict[str, str]:
     """Load by plain calls into a job that has stepped, and by the library into fresh ones; save again, and go on."""
     run = trained(kind, arrangement, strategy, (5,))
     load_state(run.model, run.optimizer, f"{source}/plain")
@@ -102,10 +108,11 @@ def merged(by_rank: list[dict[str, Tensor]], parts: int) -> dict[str, Tensor]:
     return found
 
 
-WAYS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
+WAYS: dict[str, tuple[tuple[int, int, Strategy], tuple[int, int, Strategy]]] = {
     "EP 2 on 4 ranks to EP 1 on 2": ((2, 2, 3), (1, 2, 2)),
     "EP 4 to EP 2": ((4, 1, 3), (2, 1, 3)),
     "EP 1 to EP 4": ((1, 2, 1), (4, 1, 3)),
+    "ZeRO-1 and 3 to 3 and 2": ((2, 1, (1, 3)), (1, 2, (3, 2))),
     "EP 2 to EP 4": ((2, 1, 0), (4, 1, 2)),
 }
 

@@ -89,6 +89,7 @@ FIELDS: list[tuple[str, Any, Any]] = [
         "megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer"
     ),
     ("megatron_fsdp_weight_format", tuple[str, ...], ()),  # of this package's class only, from here on
+    ("data_parallel_sharding_strategy_experts", str | None, None),
 ]
 """Name, type and default of every field, in the order of the class."""
 
@@ -110,7 +111,8 @@ DTYPES = (("bf16", torch.bfloat16), ("torch.bfloat16", torch.bfloat16), ("auto",
 
 def test_strategies_are_stored_by_name_and_dtypes_as_dtypes() -> None:
     cases: list[tuple[str, Any, Any]] = [("outer_dp_sharding_strategy", 1, "optim")]
-    cases += [("data_parallel_sharding_strategy", *pair) for pair in STRATEGIES]
+    strategies = ("data_parallel_sharding_strategy", "data_parallel_sharding_strategy_experts")
+    cases += [(name, *pair) for name in strategies for pair in STRATEGIES]
     cases += [(name, *pair) for name, kind, _ in FIELDS if kind == torch.dtype | None for pair in DTYPES]
     for field, value, stored in cases:
         assert getattr(DistributedDataParallelConfig(**{field: value}), field) == stored, (field, value)

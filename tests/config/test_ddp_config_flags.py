@@ -62,6 +62,7 @@ FIELDS_WITHOUT_A_FLAG_THERE = {
     "megatron_fsdp_use_decoupled_grad",
     "megatron_fsdp_cuda_graph_mode",
     "megatron_fsdp_weight_format",
+    "data_parallel_sharding_strategy_experts",
 }
 
 TAKEN: dict[Any, tuple[list[str], Any]] = {
@@ -70,6 +71,7 @@ TAKEN: dict[Any, tuple[list[str], Any]] = {
     tuple[str, ...]: (["a", "*b"], ("a", "*b")),
     torch.dtype | None: (["fp16"], torch.float16),
     str: (["optim"], "optim"),
+    str | None: (["2"], "optim_grads"),
     "megatron_fsdp_weight_format": (["*.head=none", "fp8"], ("*.head=none", "fp8")),
 }
 """What stands after a flag and what is stored, by the type of its field, or its name where the type does not say."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import fully_shard_model
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
+from megatron_fsdp.describe.model import describe
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, Values, flattened, hybrid_arguments, mesh_of
 from tests.support.case import (
@@ -23,6 +25,7 @@ from tests.support.case import (
     defer_two_of_three,
     mean_over_all_tokens,
     reference,
+    shard,
     three_steps,
     two_steps,
 )
@@ -265,3 +268,71 @@ def test_half_of_what_experts_need_is_refused_on_every_rank(
 ) -> None:
     message = refusal(fully_shard_model, build_with_experts(), **arguments(mesh) | changes)
     assert all(each in message for each in words)
+
+
+# ---- a strategy of experts alone -------------------------------------------------------------------------------------
+
+
+def of_experts(inner: int, experts: int, **others: Any) -> Setting:
+    return Setting(inner, options=(("zero_dp_strategy_experts", experts),), **others)
+
+
+@pytest.mark.full(short=["defer_two_of_three"])
+@pytest.mark.parametrize("script", [defer_two_of_three, clip_by_torch, three_steps])
+def test_experts_of_another_strategy_train_as_one_process_does(
+    run_ranks: RunRanks, script: Callable[[Run], None]
+) -> None:
+    settings = [
+        of_experts(1, 3, arrangement=EXPERTS),
+        of_experts(3, 0, arrangement=EXPERTS, one_call=False),
+        of_experts(2, 1, arrangement=HYBRIDS[2]),
+        of_experts(2, 3, arrangement=HYBRIDS[0], outer_strategy=1, average_in_collective=True),
+        of_experts(0, 3),  # experts on the ranks of all else, as with ep_size=1
+        of_experts(3, 1),
+    ]
+    check_strategies(run_ranks, 4, Scenario(script, TOP2), settings)
+
+
+@on_ranks(2)
+def test_groups_of_one_unit_send_as_their_own_strategies_do() -> None:
+    """What stays whole is gathered and reduced once a step, also beside what is so in each of three microbatches."""
+    sizes: Sizes = (("ep", 1), ("dp_shard", 2))
+    sent = {}
+    for inner, experts in product((1, 3), (1, 3)):
+        model, optimizer = shard(
+            TOP2,
+            zero_dp_strategy=inner,
+            zero_dp_strategy_experts=experts,
+            sync_model_each_microbatch=False,
+            **({"max_gathered_units": 1} if 3 in (inner, experts) else {}),  # so that backward gathers again
+            **arguments(sizes),
+        )
+        assert describe(model).strategy == ", ".join(dict.fromkeys((NAMES[inner], NAMES[experts])))
+        for index in (0, 1, 2) * 2:
+            model.is_last_microbatch = index == 2
+            batch = TOP2.make_batch(4, torch.Generator().manual_seed(index))
+            TOP2.loss(model, batch).backward()
+            if index == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        sent[inner, experts] = model._engine.traffic
+    assert sent[1, 3].plus(sent[3, 1]) == sent[1, 1].plus(sent[3, 3])
+    assert sent[1, 1].gather_bytes < sent[1, 3].gather_bytes < sent[3, 3].gather_bytes
+    assert sent[1, 1].reduce_bytes < sent[1, 3].reduce_bytes < sent[3, 3].reduce_bytes
+
+
+NAMES = {1: "optim", 3: "optim_grads_params"}
+
+
+@on_ranks(2)
+def test_a_strategy_of_experts_is_refused_where_it_cannot_hold() -> None:
+    mesh = {"device_mesh": mesh_of((2,), ("dp_shard",))}
+    message = refusal(fully_shard_model, build_experts(), zero_dp_strategy_experts="zero3", **mesh)
+    assert message.startswith("zero_dp_strategy_experts='zero3' is not a sharding strategy; give one of 0 or")
+    policy = MixedPrecisionPolicy(weight_format="fp8")
+    message = refusal(
+        fully_shard_model, build_experts(), zero_dp_strategy_experts=1, mixed_precision_policy=policy, **mesh
+    )
+    assert "strategy optim keeps them whole" in message
+    message = refusal(fully_shard_model, build_experts(name="specialists"), zero_dp_strategy_experts=1, **mesh)
+    assert message.startswith("zero_dp_strategy_experts=optim has no effect, since no parameter has '.experts.'")

@@ -210,6 +210,7 @@ class MegatronFSDPConfig(_Config):
         weight_format: Weight format of sharded weights, as of `MixedPrecisionPolicy`; of this package only.
         report_nan_in_param_grad: As `check_for_nan_in_grad`, which is on by default: set both to False for no look.
         ulysses_degree: As of `FSDP2Config`.
+        zero_dp_strategy_experts: The strategy of experts, with any `ep_size`; None: `zero_dp_strategy`.
     """
 
     sequence_parallel: bool = False
@@ -235,6 +236,7 @@ class MegatronFSDPConfig(_Config):
     weight_format: Any = None
     report_nan_in_param_grad: bool = False
     ulysses_degree: int = 1
+    zero_dp_strategy_experts: Optional[int] = None  # noqa: UP045
 
     def __post_init__(self, tp_plan: Optional[dict]) -> None:  # type: ignore[type-arg]  # noqa: UP045
         """Check values.
@@ -248,7 +250,10 @@ class MegatronFSDPConfig(_Config):
                 "of your own, or call parallelize_tensors and fully_shard_model yourself"
             )
         self._check()
-        resolve_offload(self.offload, resolve_strategy(self.zero_dp_strategy))
+        strategy, of_experts = resolve_strategy(self.zero_dp_strategy), self.zero_dp_strategy_experts
+        if of_experts is not None:
+            strategy = max(strategy, resolve_strategy(of_experts, "zero_dp_strategy_experts"))
+        resolve_offload(self.offload, strategy)
         EnginePolicy(weight_format=self.weight_format)
         units: Any = self.megatron_fsdp_unit_modules
         is_list = isinstance(units, Sequence) and not isinstance(units, str)

@@ -343,7 +343,8 @@ class MegatronFSDPManager(_Manager):
         if of_experts.mp_policy is not None or of_experts.reshard_after_forward:
             raise ConfigurationError(
                 "moe_parallel_config sets mp_policy or reshard_after_forward, which are FSDP2's; under "
-                "MegatronFSDPConfig experts have the dtypes and the strategy of all weights, so leave both out"
+                "MegatronFSDPConfig experts have the dtypes of all weights, so leave both out, or set "
+                "zero_dp_strategy_experts"
             )
         self.config = config
         self.device_mesh = device_mesh
@@ -413,6 +414,7 @@ class MegatronFSDPManager(_Manager):
             "tp_dim": "tp",
             "fsdp_unit_modules": config.megatron_fsdp_unit_modules,
             "zero_dp_strategy": config.zero_dp_strategy,
+            "zero_dp_strategy_experts": config.zero_dp_strategy_experts,
             "init_model_with_meta_device": config.init_fsdp_with_meta_device,
             "mixed_precision_policy": policy,
             "overlap_grad_reduce": config.overlap_grad_reduce,

@@ -77,6 +77,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "megatron_fsdp_version": (1, 2),
     "data_parallel_sharding_strategy": tuple(strategy.name for strategy in ShardingStrategy),
     "outer_dp_sharding_strategy": (ShardingStrategy.no_shard.name, ShardingStrategy.optim.name),
+    "data_parallel_sharding_strategy_experts": tuple(strategy.name for strategy in ShardingStrategy),
 }
 """The allowed values of a field, as stored."""
 
@@ -169,18 +170,12 @@ def _patterns(name: str, value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _choice_or_none(name: str, value: object) -> object:
-    if value is not None and value not in CHOICES[name]:
-        raise ConfigurationError(f"{name}={value!r} does not exist; give one of {', '.join(CHOICES[name])}, or None.")
-    return value
-
-
 _CHECKS: Mapping[Any, Callable[[str, Any], object]] = {
     bool: _switch,
     int: _count,
     int | None: lambda name, value: None if value is None else _count(name, value),
     str: _strategy,
-    str | None: _choice_or_none,
+    str | None: lambda name, value: None if value is None else _strategy(name, value),
     tuple[str, ...]: _patterns,
     torch.dtype | None: _dtype,
 }
@@ -254,6 +249,7 @@ class DistributedDataParallelConfig:
         megatron_fsdp_weight_format: Formats of gathered weights, as ``weight_format`` of ``MixedPrecisionPolicy``, in
             words: ``"fp8"``, or ``"PATTERN=FORMAT"`` with ``fnmatch`` patterns of parameter names, the first that
             matches, and ``none`` for none; needs sharded weights. Of this package only.
+        data_parallel_sharding_strategy_experts: The strategy of experts; None: that of all parameters.
 
     Raises:
         ConfigurationError: A value or a combination of values is not possible.
@@ -299,6 +295,7 @@ class DistributedDataParallelConfig:
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
     megatron_fsdp_max_pool_double_buffer: bool = False
     megatron_fsdp_weight_format: tuple[str, ...] = ()
+    data_parallel_sharding_strategy_experts: str | None = None
 
     def __post_init__(self) -> None:
         own = dataclasses.fields(DistributedDataParallelConfig)  # a subclass checks what it adds

@@ -139,9 +139,7 @@ def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
         return {"action": "extend", "nargs": "+", "metavar": "PATTERN", "default": []}
     if field.type == torch.dtype | None:
         return {"type": _dtype_choice, "choices": list(DTYPE_CHOICES), "default": _dtype_name(default)}
-    if field.type == str | None:
-        return {"choices": list(CHOICES[field.name]), "default": default}
-    if field.type is str:
+    if field.type in (str, str | None):
         return {"type": _strategy_choice, "choices": list(CHOICES[field.name]), "default": default}
     if field.name in CHOICES:
         return {"type": int, "choices": list(CHOICES[field.name]), "default": default}

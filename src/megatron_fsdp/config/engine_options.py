@@ -134,12 +134,18 @@ class EngineOptions:
     megatron_fsdp_use_decoupled_grad: bool = False
     megatron_fsdp_cuda_graph_mode: bool = False
     offload: Offload = Offload()  # noqa: RUF009 (frozen)
+    strategy_experts: ShardingStrategy | None = None  # of experts, on the sharding axis; None: that of all parameters
+
+    @property
+    def strategies(self) -> tuple[ShardingStrategy, ...]:
+        """The strategies of dense parameters and of experts, where these have one of their own."""
+        return (self.strategy,) if self.strategy_experts is None else (self.strategy, self.strategy_experts)
 
     @property
     def reduces_early(self) -> bool:
         """True if units are reduced during backward, and not all at its end."""
         return not self.delay_wgrad_compute and (
-            self.overlap_grad_reduce or self.strategy >= ShardingStrategy.optim_grads
+            self.overlap_grad_reduce or max(self.strategies) >= ShardingStrategy.optim_grads
         )
 
     def check_capture(self) -> None:
@@ -171,10 +177,19 @@ def with_weight_format(policy: MixedPrecisionPolicy, config: DistributedDataPara
     return policy if chosen is None or policy.weight_format is not None else replace(policy, weight_format=chosen)
 
 
+def strategies_of(config: DistributedDataParallelConfig) -> tuple[ShardingStrategy, ...]:
+    """Return the strategies of dense parameters and of experts, where these have one of their own."""
+    names = ("data_parallel_sharding_strategy", "data_parallel_sharding_strategy_experts")
+    given = [(getattr(config, name), name) for name in names]
+    return tuple(resolve_strategy(value, name) for value, name in given if value is not None)
+
+
 def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy) -> EngineOptions:
     """Build EngineOptions from a config alone."""
+    strategy, *of_experts = strategies_of(config)
     return EngineOptions(
-        strategy=resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"),
+        strategy=strategy,
+        strategy_experts=of_experts[0] if of_experts else None,
         outer_strategy=resolve_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
         policy=policy,
         memory=MemoryOptions(user_buffers=_user_buffers(config), is_persistent=_is_persistent(config)),
@@ -230,7 +245,7 @@ class MemoryArguments:
 
 def resolve_memory_options(given: MemoryArguments, config: DistributedDataParallelConfig) -> MemoryOptions:
     """Check the memory arguments and the configuration together, and build the memory options."""
-    strategy = resolve_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
+    strategy = max(strategies_of(config))
     allocator, idle = _allocator(given, config, strategy)
     if config.disable_symmetric_registration and not config.nccl_ub:
         idle += ("disable_symmetric_registration=True has no effect without nccl_ub=True; set both or neither",)

@@ -10,7 +10,7 @@ import torch
 
 from megatron_fsdp.config.arguments import NOT_IMPLEMENTED
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.engine_options import default_bucket_numel, with_weight_format
+from megatron_fsdp.config.engine_options import default_bucket_numel, strategies_of, with_weight_format
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.ddp.buckets import GatherMode
@@ -20,6 +20,7 @@ HIGH_BANDWIDTH_MULTIPLE = 2**16
 
 _UNITS_ONLY = (
     "data_parallel_sharding_strategy",
+    "data_parallel_sharding_strategy_experts",
     "outer_dp_sharding_strategy",
     "suggested_communication_unit_size",
     "fsdp_double_buffer",
@@ -109,7 +110,7 @@ def _strategy(config: DistributedDataParallelConfig) -> ShardingStrategy:
 def _refuse_without_effect(config: DistributedDataParallelConfig, strategy: ShardingStrategy) -> None:
     """Raise if a field is set that has no effect beside the others."""
     units, shards = config.use_megatron_fsdp, strategy >= ShardingStrategy.optim
-    gathers_shards = strategy is ShardingStrategy.optim_grads_params
+    gathers_shards = min((strategy, *strategies_of(config)[1:])) is ShardingStrategy.optim_grads_params
     how = "without a sharding strategy" if units else "without use_distributed_optimizer=True"
     few_bits = (
         "without sharded weights, which alone are gathered in few bits; set use_megatron_fsdp=True and "

@@ -232,7 +232,7 @@ class Engine:
                 # A graph has to hold every gather of its step; and the host sees nothing of what replays have changed.
                 self.executor.run(self.scheduler.weights_may_have_changed())
                 for unit in self.units:
-                    unit.expect_outer_update()
+                    unit.expect_update()
             # Before anything else is sent. See Note [What ranks agree on, and when].
             self._match_after_reset()
             self._defers |= not self.syncs

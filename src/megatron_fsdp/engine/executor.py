@@ -290,13 +290,14 @@ class Executor:
     def _begin_filling(self, unit: Unit, group_index: int, sync_scope: SyncScope) -> None:
         gradients = unit.groups[group_index].gradients
         assert gradients is not None
-        borrows = gradients.needs_bucket(sync_scope is SyncScope.NOWHERE)
+        borrows = gradients.needs_bucket(unit.defers(group_index, sync_scope))
         gradients.begin(unit.bucket_of(group_index, self._bucket(unit)) if borrows else None)
 
     def reduce(self, unit: Unit, sync_scope: SyncScope) -> None:
         """Start to reduce all gradients of a unit; outside of the sync scope keep them unreduced."""
         if sync_scope is SyncScope.NOWHERE:
-            self._defer(unit)
+            for group_index in range(len(unit.groups)):
+                self._defer(unit, group_index)
             return
         if self.in_backward is not None:
             self.in_backward.unit_reduces(unit)
@@ -306,6 +307,9 @@ class Executor:
         for group_index, group in enumerate(unit.groups):
             gradients = group.gradients
             if gradients is None or not group.reduces:
+                continue
+            if unit.defers(group_index, sync_scope):
+                self._defer(unit, group_index)
                 continue
             # No gradient came on this rank, but one may have on another: every rank launches the same reductions, of
             # zeros here.
@@ -349,15 +353,15 @@ class Executor:
         if self.in_backward is not None:
             self.in_backward.unit_is_reduced(self._units[index])
 
-    def _defer(self, unit: Unit) -> None:
-        """Keep a unit's gradients unreduced, zeros for missing ones, so that all ranks reduce the same later."""
-        for group_index, group in enumerate(unit.groups):
-            if group.gradients is None or not group.reduces:
-                continue
-            # As in `reduce`.
-            if not group.gradients.is_filling and not group.gradients.has_unreduced_gradient:
-                self._begin_filling(unit, group_index, SyncScope.NOWHERE)
-            group.gradients.stop_filling()
+    def _defer(self, unit: Unit, group_index: int) -> None:
+        """Keep a group's gradients unreduced, zeros for missing ones, so that all ranks reduce the same later."""
+        group = unit.groups[group_index]
+        if group.gradients is None or not group.reduces:
+            return
+        # As in `reduce`.
+        if not group.gradients.is_filling and not group.gradients.has_unreduced_gradient:
+            self._begin_filling(unit, group_index, SyncScope.NOWHERE)
+        group.gradients.stop_filling()
 
     def _pool(self, unit: Unit) -> BucketPool:
         return self._root_bucket if unit.index == ROOT_UNIT else self._buckets
@@ -423,6 +427,7 @@ class Executor:
         self.retire_all()
         for unit in self._units:
             unit.wait_for_unshard()
+            unit.expect_update()
             for group in unit.groups:
                 if group.gradients is not None:
                     group.gradients.stop_filling()  # unreduced gradients of earlier backwards stay

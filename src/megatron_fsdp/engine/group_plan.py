@@ -368,7 +368,7 @@ class GroupPlan:
 
 
 _ALIGNMENT_BYTES = 16
-_EXPERT_NAME = ".experts."
+EXPERT_NAME = ".experts."
 """Part of the name of every expert's parameter."""
 
 
@@ -511,10 +511,10 @@ class ModelSharding:
     """The sharding of all parameters of a model: its dense ones and its experts."""
 
     dense: Sharding
-    experts: Sharding | None = None  # None where they are sharded as everything else
+    experts: Sharding | None = None  # None where they are on the ranks of everything else
     weight_formats: Mapping[str, WeightFormat] = field(default_factory=dict)  # by canonical name
     lookups: frozenset[str] = frozenset()  # canonical names of what `looked_up` finds
-    apart: Mapping[str, Sharding] = field(default_factory=dict)  # by canonical name, of those with ranks of their own
+    apart: Mapping[str, Sharding] = field(default_factory=dict)  # by canonical name, of those of another sharding
     own_groups: OwnGroups | None = None  # that it was put on
 
     @property
@@ -557,7 +557,7 @@ class ModelSharding:
             raise ConfigurationError(
                 f"{name} is marked as an expert's (allreduce=False), and there is no expert mesh; pass expt_device_mesh"
             )
-        return self.experts is not None and (is_marked or _EXPERT_NAME in f".{name}")
+        return self.experts is not None and (is_marked or EXPERT_NAME in f".{name}")
 
     def of(self, name: str, param: torch.Tensor) -> Sharding:
         """Return the sharding of a parameter."""
@@ -589,13 +589,15 @@ def parameter_info(
     `unit_modules` are the paths of the modules that are its unit.
     """
     shape = tuple(local_part(param).shape)
+    own = sharding.of(name, param)
     key = GroupKey(
         param.dtype,
         param.requires_grad,
-        rank_mesh=sharding.of(name, param).rank_mesh,
+        rank_mesh=own.rank_mesh,
         is_scalar=not shape,
         sums_in_fp32=sharding.sums_in_fp32(name),
         weight_format=sharding.weight_formats.get(name),
+        placements=own.placements,
     )
     return ParameterInfo(name, shape, key, name in sharding.lookups and name.rpartition(".")[0] in unit_modules)
 

@@ -74,10 +74,10 @@ class Unit:
         # of each parameter of each group
         self.owners = tuple(tuple(map(tuple, of_group)) for of_group in owners)
         self._swaps = _swaps(self.groups, self.owners, tuple(modules.values()))
-        shardings = [plan.sharding for plan in self.group_plans if plan.sharding is not None]
-        # A deterministic sum takes each microbatch on its own: none is added to another on a rank.
-        self._accumulates_shards = any(
-            each.placements.accumulates_shards or each.options.deterministic is not None for each in shardings
+        # of each group; a deterministic sum takes each microbatch on its own: none is added to another on a rank
+        self._accumulates_shards = tuple(
+            each is not None and (each.placements.accumulates_shards or each.options.deterministic is not None)
+            for each in (plan.sharding for plan in self.group_plans)
         )
         self._gather_offsets, self.gathered_bytes = pack_bytes([group.plan.gathered_bytes for group in self.groups])
         self.plan_buckets()
@@ -93,6 +93,7 @@ class Unit:
         self.works: list[Work] = []  # all-gathers that nothing has waited for yet
         self._outer_works: list[Work] = []
         self._outer_gather_is_due = False  # the last update was not gathered over the outer ranks yet
+        self._update_is_due = True  # nor over the inner ones
         self._slotted = tuple(
             param for group in self.groups if group.plan.shards_compute_weights for param in group.full
         )
@@ -140,8 +141,13 @@ class Unit:
 
     @property
     def sync_scope(self) -> SyncScope:
-        """The sync scope of the running backward, or of the next one."""
-        return self.mode.sync_scope(self._accumulates_shards)
+        """The sync scope of the running backward, or of the next one: that of the group which goes furthest."""
+        return self.mode.sync_scope(any(self._accumulates_shards))
+
+    def defers(self, group_index: int, sync_scope: SyncScope) -> bool:
+        """Return True if a group stays unreduced in a reduction of this scope: groups may have other placements."""
+        is_inside = sync_scope is SyncScope.INSIDE and not self._accumulates_shards[group_index]
+        return is_inside or sync_scope is SyncScope.NOWHERE
 
     @property
     def is_trainable(self) -> bool:
@@ -197,9 +203,9 @@ class Unit:
                 stream.submit(group.weights.all_gather_outer) for group in self.groups if group.plan.gathers_outer
             ]
 
-    def expect_outer_update(self) -> None:
-        """Mark weights as updated: they are all-gathered over the outer ranks before the next forward."""
-        self._outer_gather_is_due = True
+    def expect_update(self) -> None:
+        """Mark weights as updated: they are all-gathered before the next forward, over the outer ranks first."""
+        self._outer_gather_is_due = self._update_is_due = True
 
     def wait_for_outer(self) -> None:
         """Wait for the all-gathers of `all_gather_outer`."""
@@ -222,8 +228,11 @@ class Unit:
                 fetched = copy_stream.submit(partial(group.weights.fetch, full))
                 self.works.append(fetched)
                 after = [*after, fetched]
-            if group.plan.needs_all_gather:
+            # Weights that stay whole beside others that are resharded were gathered when they changed.
+            is_current = self.gathered_bytes and not (group.plan.shards_compute_weights or self._update_is_due)
+            if group.plan.needs_all_gather and not is_current:
                 self.works.append(stream.submit(partial(group.weights.all_gather_into, full), after=after))
+        self._update_is_due = False
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gathers, and decode encoded weights."""
@@ -347,7 +356,7 @@ class Unit:
         """Copy main weights into this rank's part of the compute weights."""
         # It writes into the memory of the weights, and would undo what is copied into them now.
         self.wait_for_outer()
-        self.expect_outer_update()
+        self.expect_update()
         for group in self.groups:
             group.install()
 

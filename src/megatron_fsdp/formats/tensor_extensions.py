@@ -118,8 +118,8 @@ def check_extensions(extensions: Mapping[str, TensorExtension], sharding: ModelS
     if not extensions:
         return
     options, reason = sharding.options, None
-    if options.strategy is not ShardingStrategy.optim_grads_params:
-        reason = f"with strategy {options.strategy.name}, which gathers none; use zero_dp_strategy 3"
+    if (strategy := min(options.strategies)) is not ShardingStrategy.optim_grads_params:
+        reason = f"with strategy {strategy.name}, which gathers none; use zero_dp_strategy 3"
     elif sharding.dense.rank_mesh.tensor_parallel is not None or sharding.experts is not None:
         reason = "beside tensor or expert parallelism, whose ranks would have to agree on its scales, too"
     elif len(sharding.dense.rank_mesh.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard:

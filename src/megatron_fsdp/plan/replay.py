@@ -250,6 +250,10 @@ class _Unit:
         self.wait_for_outer()
         self._gather(INNER)
 
+    def defers(self, _group_index: int, sync_scope: SyncScope) -> bool:
+        """Return True if gradients are kept unreduced."""
+        return sync_scope is SyncScope.NOWHERE
+
     def wait_for_unshard(self) -> None:
         self._wires.wait(max(self._gathered_s.values()))
 

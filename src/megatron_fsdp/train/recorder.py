@@ -94,7 +94,9 @@ def engine_words(job: Job) -> str:
         return "ddp, buckets" + (", distributed optimizer" if job.ddp.use_distributed_optimizer else "")
     outer = job.ddp.outer_dp_sharding_strategy
     across = "" if outer == "no_shard" else f", {outer} across"
-    return f"{job.engine}, {job.ddp.data_parallel_sharding_strategy}{across}"
+    of_experts = job.ddp.data_parallel_sharding_strategy_experts
+    apart = f", experts {of_experts}" if of_experts is not None else ""
+    return f"{job.engine}, {job.ddp.data_parallel_sharding_strategy}{across}{apart}"
 
 
 def _spelled(options: Options, name: str) -> str:

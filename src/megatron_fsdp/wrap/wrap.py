@@ -22,6 +22,7 @@ from megatron_fsdp.dtensor.expert_names import TRIVIAL_NAMES
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import (
+    EXPERT_NAME,
     GroupPlan,
     ModelSharding,
     Sharding,
@@ -148,7 +149,7 @@ def assemble(
     options.check_capture()
     delays = options.delay_wgrad_compute and not in_place
     with delayed_weight_gradients(module) if delays else nullcontext() as delayed:
-        sharding = _sharding(options, dist_index, device)
+        sharding = _sharding(module, options, dist_index, device)
         plan, formats = _plan_together(module, grouping.unmerged() if in_place else grouping, sharding, mode)
         if in_place:
             _refuse_in_place(plan, sharding, formats)
@@ -195,6 +196,7 @@ def _refuse_in_place(plan: UnitPlan, sharding: ModelSharding, formats: Mapping[s
         "offload": options.offload,
         "a weight format, or a tensor class that gathers itself,": formats,
         "expt_device_mesh": sharding.experts,
+        "zero_dp_strategy_experts": options.strategy_experts is not None,
         "tensor parallelism": sharding.dense.rank_mesh.tensor_parallel,
     }
 
@@ -239,7 +241,9 @@ def _shard(
     return tuple(units)
 
 
-def _sharding(options: EngineOptions, dist_index: FSDPDistributedIndex, device: torch.device) -> ModelSharding:
+def _sharding(
+    module: nn.Module, options: EngineOptions, dist_index: FSDPDistributedIndex, device: torch.device
+) -> ModelSharding:
     traffic = {name: Traffic() for name in (dist_index.dp_outer_dim, dist_index.dp_shard_dim) if name is not None}
     has_outer = dist_index.dp_outer_dim is not None
     if not has_outer and options.outer_strategy is not ShardingStrategy.no_shard:
@@ -249,13 +253,18 @@ def _sharding(options: EngineOptions, dist_index: FSDPDistributedIndex, device: 
         )
     one_by_one = options.deterministic is not None
     sums_locally = options.reduce_scatter_with_fp32_accumulation or one_by_one
-    placements = placements_for(options.strategy, options.outer_strategy if has_outer else None)
-    dense = make_rank_mesh(dist_index, traffic, sums_locally=sums_locally, one_by_one=one_by_one)
-    experts = None
+    outer = options.outer_strategy if has_outer else None
+    placements = [placements_for(strategy, outer) for strategy in options.strategies]
+    rank_mesh = make_rank_mesh(dist_index, traffic, sums_locally=sums_locally, one_by_one=one_by_one)
+    dense = Sharding(options, rank_mesh, placements[0], device, divisor=rank_mesh.num_ranks)
     if dist_index.expt_device_mesh is not None:
-        rank_mesh = make_rank_mesh(dist_index, traffic, is_expert=True, sums_locally=sums_locally)
-        experts = Sharding(options, rank_mesh, placements, device, divisor=dense.num_ranks)
-    return ModelSharding(Sharding(options, dense, placements, device, divisor=dense.num_ranks), experts)
+        of_experts = make_rank_mesh(dist_index, traffic, is_expert=True, sums_locally=sums_locally)
+        return ModelSharding(dense, replace(dense, rank_mesh=of_experts, placements=placements[-1]))
+    apart = {}
+    if options.strategy_experts is not None:  # on the ranks of all others, as with ep_size=1
+        experts = replace(dense, placements=placements[-1])
+        apart = {name: experts for name, _ in module.named_parameters() if EXPERT_NAME in f".{name}"}
+    return ModelSharding(dense, apart=apart)
 
 
 def _plan_together(
@@ -272,7 +281,7 @@ def _plan_together(
             part_of(name, param, sharding.of(name, param).rank_mesh.tensor_parallel)
         sharding.check_patterns([name for name, param in params.items() if param.requires_grad])
         formats = encoded_parameters(
-            module, options.policy, options.strategy, keeps_transposed=options.keep_fp8_transpose_cache
+            module, options.policy, min(options.strategies), keeps_transposed=options.keep_fp8_transpose_cache
         )
         extensions = find_tensor_extensions(module)
         check_extensions(extensions, sharding)
@@ -308,10 +317,15 @@ def _check_options(sharding: ModelSharding) -> None:
     is_tensor_parallel = dense.tensor_parallel is not None and dense.tensor_parallel.size() > 1
     shares_outer = len(dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard
     deterministic = options.deterministic
-    if options.reduce_scatter_with_fp32_accumulation and options.strategy is ShardingStrategy.no_shard:
+    if options.reduce_scatter_with_fp32_accumulation and ShardingStrategy.no_shard in options.strategies:
         raise ConfigurationError(
             f"{_FP32_SUMS}=True needs a reduce-scatter, but zero_dp_strategy=0 (no_shard) reduces by an all-reduce; "
             "use strategy 1, 2 or 3, or set it to False and grad_comm_dtype=torch.float32"
+        )
+    if options.strategy_experts is not None and sharding.experts is None and not sharding.apart:
+        raise ConfigurationError(
+            f"zero_dp_strategy_experts={options.strategy_experts.name} has no effect, since no parameter has "
+            "'.experts.' in its name; rename the experts, pass expt_device_mesh where they are marked, or leave it out"
         )
     reason = None
     if not options.calculate_per_token_loss:
