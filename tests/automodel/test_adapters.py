@@ -26,7 +26,6 @@ from tests.automodel.training import (
     plain_name,
     strategy,
     train,
-    whole,
 )
 from tests.conftest import RunRanks
 from tests.support.language_models import batch_of, build, config_of
@@ -77,10 +76,11 @@ def assert_like_one_process(model: Any, expected: tuple[dict[str, Tensor], Train
     optimizer = optimizer_of(model)
     own = train(model, optimizer=optimizer)
     assert_trained_alike(own, alone, rtol=1e-4 if dtype == torch.float32 else 0.05)  # bfloat16 has 8 bits
+    last = parameters_of(model)
     for name, param in model.named_parameters():
         if not param.requires_grad:
             assert param.grad is None, name
-            assert torch.equal(whole(param), first[plain_name(name)]), f"{name} has changed"
+            assert torch.equal(last[plain_name(name)], first[plain_name(name)]), f"{name} has changed"
     trained = {id(param) for param in model.parameters() if param.requires_grad}
     assert {id(param) for param in optimizer.state} <= trained
 
@@ -96,8 +96,10 @@ def _train_case(name: str, folder: str, config: Any, fields: dict[str, Any], dty
     expected = one_process(folder, config, dtype)
     with _Quiet():
         torch.manual_seed(SEED)
+        sizes = {field: value for field, value in fields.items() if field == "ep_size"}
+        config_of_strategy = strategy(name, **{field: value for field, value in fields.items() if field not in sizes})
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, distributed_config=strategy(name, **fields), dtype=dtype, peft_config=config
+            folder, distributed_config=config_of_strategy, dtype=dtype, peft_config=config, **sizes
         )
     assert_like_one_process(model, expected, dtype)
     model.save_pretrained(target)
@@ -119,6 +121,7 @@ def assert_files_give_the_same(model: Any, folder: str, target: str, dtype: torc
 
 
 RECOMPUTE = {"activation_checkpointing": True}
+FUSED = ["experts.gate_up_proj", "experts.down_proj"]
 CASES: dict[str, tuple[int, list[tuple[str, str, Any, dict[str, Any], torch.dtype]]]] = {
     "each": (
         2,
@@ -135,6 +138,17 @@ CASES: dict[str, tuple[int, list[tuple[str, str, Any, dict[str, Any], torch.dtyp
             for name in ("megatron_fsdp", "fsdp2")
         ],
     ),
+    **{
+        f"fused experts {ranks}": (
+            ranks,
+            [
+                (name, kind, lora(target_parameters=FUSED), {**fields, **sizes}, torch.float32)
+                for name, kind, fields in (("megatron_fsdp", "mixtral", RECOMPUTE), ("fsdp2", "gpt_oss", {}))
+                for sizes in ({}, {"ep_size": 2})
+            ],
+        )
+        for ranks in (2, 4)
+    },
     **{
         name: (
             2,
@@ -159,7 +173,7 @@ CASES: dict[str, tuple[int, list[tuple[str, str, Any, dict[str, Any], torch.dtyp
 """Number of ranks, and (strategy, kind, config, fields of the strategy, dtype)."""
 
 
-@pytest.mark.full(short=["each"])
+@pytest.mark.full(short=["each", "fused experts 2"])
 @pytest.mark.parametrize(("ranks", "cases"), CASES.values(), ids=CASES)
 def test_adapters_train_as_in_one_process_and_peft_reads_them(
     run_ranks: RunRanks, tmp_path: Path, ranks: int, cases: list[Any]

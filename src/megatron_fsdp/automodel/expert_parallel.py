@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp.automodel.architecture import text_config
 from megatron_fsdp.automodel.tensor_parallel.styles import not_a_view, summed, with_summed_gradient
+from megatron_fsdp.engine.group_plan import SAME_ON_EXPERT_RANKS
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
 _CONFIG_FIELDS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
@@ -67,15 +69,38 @@ def parallelize_experts(
         ConfigurationError: There are none, or they cannot be divided.
     """
     experts = find_experts(model, ep_mesh.size())
-    for part in experts.values():
+    for name, part in experts.items():
         num_local = len(next(part.parameters())) // ep_mesh.size()
-        for name, param in list(part.named_parameters()):
-            part.register_parameter(name, _share_of(param, ep_mesh, num_local, as_dtensors))
+        for attribute, param in list(part.named_parameters()):
+            part.register_parameter(attribute, _share_of(param, ep_mesh, num_local, as_dtensors))
         former: Any = type(part)
         part.__class__ = _divided_class(former)
         assert isinstance(part, DividedExperts)
-        part.expert_mesh, part.tensor_mesh, part.num_local = ep_mesh, tp_mesh, num_local
+        part.expert_mesh, part.tensor_mesh, part.num_local, part.adapters = ep_mesh, tp_mesh, num_local, {}
+        _divide_adapters(model.get_submodule(_outermost(name)))
     return list(experts)
+
+
+_BASE = ".base_layer"
+
+
+def _outermost(name: str) -> str:
+    """Return the name of the outermost adapter of peft around an experts module; its own where there is none."""
+    return name.partition(_BASE)[0]
+
+
+def _divide_adapters(part: nn.Module) -> None:
+    """Have the adapters around an experts module add to this rank's experts; every rank keeps them whole.
+
+    Their gradients are the sum over all ranks' experts, so they are reduced as dense parameters are.
+    """
+    while not isinstance(part, DividedExperts):
+        for name, child in part.named_children():
+            for param in child.parameters() if name != _BASE[1:] else ():
+                setattr(param, SAME_ON_EXPERT_RANKS, True)
+        former: Any = type(part)
+        part.__class__ = _divided_adapter_class(former)
+        part = part.get_submodule(_BASE[1:])
 
 
 def engine_mesh(moe_mesh: DeviceMesh, dim: str) -> DeviceMesh:
@@ -86,13 +111,18 @@ def engine_mesh(moe_mesh: DeviceMesh, dim: str) -> DeviceMesh:
 
 def find_routers(model: nn.Module, expert_names: Sequence[str]) -> list[nn.Module]:
     """Return the modules called gate or router that stand beside experts."""
-    parents = [model.get_submodule(name.rpartition(".")[0]) for name in expert_names]
+    parents = [model.get_submodule(_outermost(name).rpartition(".")[0]) for name in expert_names]
     return [part for parent in parents for name, part in parent.named_children() if name in ("gate", "router")]
 
 
 @functools.cache
 def _divided_class(former: type[nn.Module]) -> type[DividedExperts]:
     return type(f"Divided{former.__name__}", (DividedExperts, former), {})
+
+
+@functools.cache
+def _divided_adapter_class(former: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Divided{former.__name__}", (_DividedAdapter, former), {})
 
 
 def _share_of(param: nn.Parameter, mesh: DeviceMesh, num_local: int, as_dtensor: bool) -> nn.Parameter:
@@ -113,6 +143,7 @@ def _share_of(param: nn.Parameter, mesh: DeviceMesh, num_local: int, as_dtensor:
 def find_experts(model: nn.Module, ranks: int) -> dict[str, nn.Module]:
     """Find all experts modules by name, and raise for those that so many ranks cannot divide."""
     found = {name: part for name, part in model.named_modules() if name.rpartition(".")[2] == "experts"}
+    found = dict(_without_adapters(*each) for each in found.items())
     if not found:
         raise ConfigurationError(
             f"{type(model).__name__} has no module called experts, so there is nothing for ep_size > 1 to divide; give "
@@ -129,6 +160,13 @@ def find_experts(model: nn.Module, ranks: int) -> dict[str, nn.Module]:
                 "not divide; give an ep_size that divides the number of experts"
             )
     return found
+
+
+def _without_adapters(name: str, part: nn.Module) -> tuple[str, nn.Module]:
+    """Return the name and the experts module inside of adapters of peft (`target_parameters`)."""
+    while hasattr(part, "parameter_name") and hasattr(part, _BASE[1:]):
+        name, part = name + _BASE, part.get_submodule(_BASE[1:])
+    return name, part
 
 
 def _problem(part: nn.Module) -> str | None:
@@ -182,6 +220,7 @@ class DividedExperts(nn.Module):
     expert_mesh: DeviceMesh  # one-dimensional, of the expert-parallel ranks
     tensor_mesh: DeviceMesh | None  # one-dimensional, of ranks that have the same tokens
     num_local: int  # experts of each rank; rank r of the mesh has those from r * num_local on
+    adapters: dict[str, list[tuple[Tensor, Tensor, float]]]  # while one runs, for these experts: A, B, f of w + f * A B
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the result of the undivided module; collective over the expert-parallel ranks.
@@ -216,12 +255,36 @@ class DividedExperts(nn.Module):
             for name, param in self._parameters.items()
             if param is not None
         }
+        for name, factors in self.adapters.items():
+            for one, other, factor in factors:
+                dtype = weights[name].dtype
+                weights[name] = torch.baddbmm(weights[name], one.to(dtype), other.to(dtype), alpha=factor)
         proxy.__dict__.update(weights, num_experts=self.num_local)
         if rows.shape[0] == 0:  # FSDP2 reduces existing gradients, which must be the same ones on all ranks: zeros here
             return rows + torch.stack([weight.flatten()[:0].sum() for weight in weights.values()]).sum().to(rows.dtype)
         ones = rows.new_ones(rows.shape[0], 1)
         computed: Tensor = super(DividedExperts, proxy).forward(rows, local_index.unsqueeze(-1), ones)
         return computed.to(rows.dtype)
+
+
+class _DividedAdapter(nn.Module):
+    """Mixin for an adapter of peft on a weight of divided experts: it gives its product to them.
+
+    As peft has it, the weight itself would be replaced while the experts run, and be as long as all of them.
+    """
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: Sequence[str]) -> Iterator[None]:
+        adapter: Any = self
+        experts: DividedExperts = adapter.get_base_layer()
+        first = experts.expert_mesh.get_local_rank() * experts.num_local
+        mine = slice(first, first + experts.num_local)
+        found = [adapter.get_delta_factors(name) for name in active_adapters if name in adapter.lora_A]
+        experts.adapters[adapter.parameter_name] = [(one[mine], other[mine], factor) for one, other, factor in found]
+        try:
+            yield
+        finally:
+            del experts.adapters[adapter.parameter_name]
 
 
 @dataclass(frozen=True)

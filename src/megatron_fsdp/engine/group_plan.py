@@ -370,6 +370,8 @@ class GroupPlan:
 _ALIGNMENT_BYTES = 16
 EXPERT_NAME = ".experts."
 """Part of the name of every expert's parameter."""
+SAME_ON_EXPERT_RANKS = "_same_on_expert_ranks"
+"""Attribute of a parameter with such a name that all ranks hold alike, and reduce as they do dense ones."""
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -552,6 +554,8 @@ class ModelSharding:
 
         A mark without an expert mesh is refused.
         """
+        if getattr(param, SAME_ON_EXPERT_RANKS, False):
+            return False
         is_marked = getattr(param, "allreduce", True) is False
         if is_marked and self.experts is None:
             raise ConfigurationError(

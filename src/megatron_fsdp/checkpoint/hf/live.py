@@ -43,8 +43,10 @@ class LiveTensor:
     @property
     def as_saved(self) -> torch.Tensor:
         """The tensor as checkpoints have it: for experts divided over ranks, this rank's part of all experts."""
-        engine = _engine_of(self.tensor)
-        saved: torch.Tensor = self.tensor if engine is None else engine.expert_names.as_saved(self.name, self.tensor)
+        if (engine := _engine_of(self.tensor)) is None:
+            return self.tensor
+        group, index = engine.group_and_index[id(self.tensor)]  # under its own name: `name` may lack parts of peft's
+        saved: torch.Tensor = engine.expert_names.as_saved(group.names[index], self.tensor)
         return saved
 
     @property
