@@ -1,6 +1,7 @@
 """Every flag of Megatron-LM that matters here is taken, explained or refused; a usual command line works as it is."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -113,6 +114,44 @@ rope --rotary-base 500000 --rotary-percent 1.0 --normalization RMSNorm --swiglu 
 """
 """A whole command line, as such scripts have it."""
 
+DEEPSEEK_RUN = """
+--distributed-timeout-minutes 60 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
+--expert-model-parallel-size 8 --context-parallel-size 1 --expert-tensor-parallel-size 1 --use-distributed-optimizer
+--use-mcore-models --use-flash-attn --micro-batch-size 1 --global-batch-size 2048 --train-samples 585937500
+--exit-duration-in-mins 220 --no-save-optim --no-check-for-nan-in-loss-and-grad --cross-entropy-loss-fusion
+--cross-entropy-fusion-impl te --manual-gc --manual-gc-interval 10 --enable-experimental --transformer-impl
+transformer_engine --seq-length 4096 --data-cache-path cache --tokenizer-type HuggingFaceTokenizer --tokenizer-model
+deepseek-ai/DeepSeek-V3 --data-path data --split 99,1,0 --no-mmap-bin-files --no-create-attention-mask-in-dataloader
+--num-workers 6 --attention-dropout 0.0 --hidden-dropout 0.0 --clip-grad 1.0 --weight-decay 0.1 --lr-decay-samples
+584765624 --lr-warmup-samples 1536000 --lr-warmup-init 3.9e-7 --lr 3.9e-6 --min-lr 3.9e-7 --lr-decay-style cosine
+--adam-beta1 0.9 --adam-beta2 0.95 --moe-token-dispatcher-type flex --moe-enable-deepep --moe-grouped-gemm
+--moe-permute-fusion --moe-router-fusion --eval-iters 32 --eval-interval 200 --finetune --auto-detect-ckpt-format
+--load L --save S --save-interval 500 --dist-ckpt-strictness log_all --log-timers-to-tensorboard
+--log-memory-to-tensorboard --log-num-zeros-in-grad --log-params-norm --log-validation-ppl-to-tensorboard
+--log-throughput --log-interval 1 --logging-level 40 --tensorboard-dir T --wandb-project P --wandb-exp-name E --bf16
+--fp8-recipe mxfp8 --fp8-format e4m3 --fp8-param-gather --recompute-granularity selective --recompute-modules moe_act
+layernorm mla_up_proj --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
+--no-gradient-accumulation-fusion --ckpt-format fsdp_dtensor --calculate-per-token-loss --init-model-with-meta-device
+--grad-reduce-in-bf16 --fsdp-double-buffer --use-nccl-ub --overlap-grad-reduce --overlap-param-gather
+--attention-backend fused
+"""
+"""A command line for DeepSeek-V3 as the guide's scripts have it, without what describes the model; then that."""
+DEEPSEEK_MODEL = """
+--disable-bias-linear --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128
+--kv-channels 128 --max-position-embeddings 4096 --position-embedding-type rope --rotary-base 10000
+--make-vocab-size-divisible-by 3232 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu
+--untie-embeddings-and-output-weights --multi-latent-attention --qk-layernorm --num-experts 256 --moe-layer-freq
+([0]*3+[1]*58) --moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 --moe-router-topk 8
+--moe-router-pre-softmax --moe-router-group-topk 4 --moe-router-num-groups 8 --moe-router-topk-scaling-factor 2.5
+--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32 --q-lora-rank 1536
+--kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --rotary-scaling-factor 40 --mscale 1.0
+--mscale-all-dim 1.0 --init-method-std 0.02
+"""
+DEEPSEEK_LOSSES = """
+--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-router-bias-update-rate 1e-3
+--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1
+"""
+
 TAKEN = set(make_parser()._option_string_actions)
 
 
@@ -163,6 +202,29 @@ def test_a_usual_command_line_is_taken_as_it_is() -> None:
         "--manual-gc-interval",
     }
     assert [note.split()[0] for note in others] == ["--max-position-embeddings", "--save-interval"]
+
+
+def flags_of(words: str) -> list[str]:
+    return [word for word in words.split() if word.startswith("--")]
+
+
+def test_deepseeks_command_line_is_told_at_once_how_its_model_is_given() -> None:
+    """All but five of the other flags work or change nothing; each of those is told what to give."""
+    words = DEEPSEEK_RUN + DEEPSEEK_MODEL + DEEPSEEK_LOSSES
+    assert [flag for flag in flags_of(words) if flag not in TAKEN and flag not in REFUSED] == []
+    of_model, *others = refusal(words.split())
+    told, _, also = of_model.partition(f": {OF_CONFIGURATIONS}; leave out ")
+    assert "give --hf-config FILE" in OF_CONFIGURATIONS
+    assert sorted(flags_of(DEEPSEEK_MODEL)) == sorted(re.findall(r"--[\w-]+", told + also))
+    assert sorted(flags_of(DEEPSEEK_LOSSES)) == sorted(
+        flag for line in others for flag in re.findall(r"--[\w-]+", line.partition(":")[0])
+    )
+    config = Path(__file__).parents[3] / "examples/presets/models/deepseek-v3.json"
+    job = resolve(parse_options([*DEEPSEEK_RUN.split(), "--hf-config", str(config)]), World(16, "cuda"))
+    assert (job.engine, job.sizes.expert, job.ddp.megatron_fsdp_weight_format) == ("megatron_fsdp", 8, ("mxfp8",))
+    idle, modules = job.notes
+    assert idle.endswith("--transformer-impl transformer_engine")
+    assert modules.startswith("--recompute-modules mla_up_proj moe_act has no effect: ")
 
 
 def test_flags_with_one_value_take_it_and_no_other() -> None:

@@ -177,7 +177,8 @@ class ModelOptions:
         moe_router_topk: Experts for each token.
         moe_ffn_hidden_size: Width of an expert; default: that of the feed-forward layer.
         transformer_impl: Whose classes: this package's decoder, or those of transformers (Llama, Mixtral), which can be
-            cut over tensor-, context-, pipeline- and expert-parallel ranks.
+            cut over tensor-, context-, pipeline- and expert-parallel ranks. Megatron-LM's `transformer_engine` is as if
+            it was left out.
         hf_config: A config.json of transformers, or a folder with one: that model with new weights.
         hf_model: A local folder of transformers: that model with its weights, on the tokens of its tokenizer.json.
     """

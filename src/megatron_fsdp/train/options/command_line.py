@@ -23,6 +23,7 @@ from megatron_fsdp.train.options.megatron_flags import (
     ELSEWHERE,
     FIXED,
     IDLE,
+    IDLE_VALUES,
     OF_CONFIGURATIONS,
     REFUSED,
     VALUED,
@@ -77,6 +78,9 @@ class TrainParser(Parser):
                 wrong.append(f"invalid {name} {value}: {FIXED[name].reason}; give {allowed}, or leave it out")
             else:
                 self.idle.append(f"{name} {value}")
+        for flag, values in IDLE_VALUES.items():
+            if given.get(name := self._option_string_actions[flag].dest) in values:
+                self.idle.append(f"{flag} {given.pop(name)}")
         self.problems += wrong
         return given
 

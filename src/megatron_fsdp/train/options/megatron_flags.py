@@ -41,6 +41,9 @@ ALIASES = {flag: Spelling(to["option"], to.get("to")) for flag, to in _TABLES["o
 FIXED = {flag: FixedFlag(tuple(one["values"]), one["reason"]) for flag, one in _TABLES["one_value"].items()}
 """Flags that are accepted with these values, and named in the note, and refused with others."""
 
+IDLE_VALUES: Mapping[str, list[str]] = _TABLES["values_without_effect"]
+"""Flag of an option -> values that are accepted, and named in a note, as if the flag were left out."""
+
 IDLE = tuple(flag.removesuffix("=") for flag in _IDLE)
 """Flags that are accepted, and named in a note, since they have no effect."""
 
