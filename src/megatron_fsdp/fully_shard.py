@@ -201,7 +201,8 @@ def fully_shard_model(
         fsdp_group_ag: A second group of the ranks of `dp_shard_dim`, for parameter gathers only.
         expt_fsdp_group_ag: The same for experts.
         fsdp_unit_modules: Classes or import paths of the modules to unshard and reshard as units; None or "auto": those
-            that the model declares in `_no_split_modules`, else repeated blocks; and large ends beside them.
+            that the model declares in `_no_split_modules`, else repeated blocks. Large embeddings and linear layers
+            beside them become units, too.
         zero_dp_strategy: 0 or "no_shard", 1 or "optim", 2 or "optim_grads", 3 or "optim_grads_params".
         outer_dp_sharding_strategy: 0 or "no_shard": replicate over `dp_outer_dim` (HSDP); 1 or "optim": shard main
             weights and optimizer state over it, too (HFSDP).
@@ -219,7 +220,8 @@ def fully_shard_model(
             torch.distributed.checkpoint. Turn it off only for a checkpoint format of your own.
         report_nan_in_param_grad: Check every gradient for NaN and infinity; raises on all ranks, with names.
         average_in_collective: Average in the collective instead of a sum and a factor.
-        disable_bucketing: Never cut the parameters outside of units into several buckets.
+        disable_bucketing: Never cut the parameters outside of units into several buckets, nor add large ends to the units
+            that `fsdp_unit_modules` names.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
         keep_fp8_transpose_cache: Keep the transposed codes that backward multiplies while weights are gathered, where
             `mixed_precision_policy` has weight_format="fp8_compute" (docs/precision.md).

@@ -168,6 +168,16 @@ def test_room_is_made_only_when_all_buckets_are_out() -> None:
     assert pool.held_bytes == 128
 
 
+def test_an_end_waits_for_its_neighbour_and_its_neighbour_for_it() -> None:
+    lent: list[Block] = []
+    log: list[str] = []
+    pool = BucketPool(POOL, Use.BUCKET, 2, [64, 64, 96], room_maker(lambda: pool, lent, log))
+    for num_bytes, held in ((96, 96), (64, 64), (64, 128), (96, 96)):  # a head, two blocks, an embedding
+        lent.append(pool.borrow(num_bytes))
+        assert sum(block.held_bytes for block in lent) == held
+    assert len(log) == 3
+
+
 def test_a_pool_that_grew_lends_and_holds_no_more_than_before() -> None:
     lent: list[Block] = []
     pool = BucketPool(POOL, Use.BUCKET, 2, [64], room_maker(lambda: pool, lent, []))

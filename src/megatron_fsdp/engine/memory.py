@@ -270,8 +270,9 @@ class CommunicationPool:
 class BucketPool:
     """A few blocks that are borrowed and given back, each as long as its borrower needs.
 
-    Where all `count` are out, `make_room` is called: it gives some back, or returns False where nothing can be waited
-    for. Then the pool grows: several units that fill at once each need one.
+    Where all `count` are out, or as many bytes as those of usual size have, `make_room` is called: it gives some back,
+    or returns False where nothing can be waited for. Then the pool grows: several units that fill at once each need
+    one. So an embedding or a head, several times as large as a block, does not overlap with its neighbour.
     """
 
     def __init__(
@@ -288,16 +289,26 @@ class BucketPool:
         self.peak_bytes = self.held_bytes  # the most that was held at a time
 
     def borrow(self, num_bytes: int | None = None) -> Block:
-        """Borrow a block; make room first where all are out."""
-        while len(self._made) - len(self._free) >= self._count and self._make_room():
+        """Borrow a block; make room first where all, or too many bytes, are out."""
+        needed = self._num_bytes if num_bytes is None else num_bytes
+        while self._is_full(needed) and self._make_room():
             pass  # also where the pool grew once: there may be free blocks besides those out
         if not self._free or len(self._made) < self._count:  # their number must not depend on when others come back
             self._made.append(self._pool.make(self._use, len(self._made), self._num_bytes))
             self._free.insert(0, self._made[-1])
         block = self._free.pop(0)
-        block.hold(self._num_bytes if num_bytes is None else num_bytes)
+        block.hold(needed)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return block
+
+    def _is_full(self, needed: int) -> bool:
+        """Return True if `needed` bytes may be lent only when a block has come back."""
+        out = [block for block in self._made if block not in self._free]
+        if len(out) >= self._count:
+            return True
+        # Persistent memory is there, whoever borrows it.
+        lent = sum(block.held_bytes for block in out if not block.is_persistent)
+        return bool(lent) and lent + needed > self._count * self._usual_bytes
 
     def give_back(self, block: Block) -> None:
         """Give a borrowed block back; blocks that hold memory are lent again first.

@@ -31,11 +31,15 @@ _END_TYPES = (nn.Embedding, nn.Linear)
 _ALTERNATIVES = (nn.ModuleDict, nn.ModuleList)
 """Containers whose owner may choose a module by key or index, so that ranks may call different modules."""
 
-_LEAST_PART = 4
-"""An embedding or head of fewer parameters than the largest block divided by this stays in the root."""
+_LEAST_SHARE = 1 / 4
+_LEAST_SHARE_BESIDE_NAMED = 1 / 2
+"""An embedding or head with a smaller share of the parameters of the largest block stays in the root. Beside units that
+were named it has to save more memory."""
 
 
-def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+def large_ends(
+    module: nn.Module, blocks: Mapping[str, nn.Module], least_share: float = _LEAST_SHARE
+) -> dict[str, nn.Module]:
     """Find the embeddings and linear layers outside of blocks that are large enough to be units.
 
     In the root they would stay gathered from the beginning of forward to the end of backward, and share its bucket. An
@@ -43,7 +47,7 @@ def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, 
 
     * without modules inside, and outside of every block;
     * whose parameters belong to it alone: tied weights are needed in two places;
-    * with at least a quarter of the parameters of the largest block. A smaller one would add a collective and save
+    * with at least `least_share` of the parameters of the largest block. A smaller one would add a collective and save
       next to nothing beside a slot and a bucket;
     * that every rank calls: not inside a `ModuleDict` or `ModuleList`, nor anything named after experts; and that is
       called rather than read: not inside torch's attention and encoder layers, nor read by a forward outside of it,
@@ -57,7 +61,7 @@ def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, 
         for path, owner in (("", module), *_outside(module, inside))
         for attributes in _attributes_read(type(owner))
     }
-    least_numel = max(_numel(block) for block in blocks.values()) / _LEAST_PART
+    least_numel = max(_numel(block) for block in blocks.values()) * least_share
     owners = parameter_owners(module)
     return {
         name: candidate
@@ -172,7 +176,7 @@ class UnitPlan:
         """Return the advice for a forward that reads a unit's weight without calling it."""
         classes = self.block_classes or {each.class_name: None for each in self.units[ROOT_UNIT + 1 :]}
         others = [name for name in classes if unit.is_end or name != unit.class_name]
-        without = "" if unit.is_end else f", without {unit.class_name}"
+        without = " and disable_bucketing=True" if unit.is_end else f", without {unit.class_name}"
         return (
             f"call the module, or give fsdp_unit_modules=[{', '.join(others)}]{without}, so that the weight stays with "
             "the root, which is whole during the whole forward"
@@ -180,12 +184,16 @@ class UnitPlan:
 
 
 def find_units(
-    module: nn.Module, fsdp_unit_modules: Sequence[type[nn.Module] | str] | Literal["auto"] | None
+    module: nn.Module,
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | Literal["auto"] | None,
+    *,
+    adds_ends: bool = False,
 ) -> UnitPlan:
     """Find the units of a model.
 
-    * Classes or import paths (``"package.module.Class"`` or ``"package.module:Class"``): every outermost instance.
-      Where the model itself is an instance, it is the root and there are no other units. An empty sequence: no units.
+    * Classes or import paths (``"package.module.Class"`` or ``"package.module:Class"``): every outermost instance, and
+      with `adds_ends` large ends as below. Where the model itself is an instance, it is the root and there are no other
+      units. An empty sequence: no units.
     * None or ``"auto"``: the classes that the model names in ``_no_split_modules``, as Hugging Face models do; else
       repeated blocks, which are the children of a ``ModuleList`` or ``Sequential`` of which at least two share a class.
       Beside them, embeddings and linear layers that are large (`large_ends` has the rule).
@@ -194,14 +202,19 @@ def find_units(
     others outside.
     """
     if fsdp_unit_modules is None or fsdp_unit_modules == "auto":
-        found, ends, source = _find_automatically(module)
+        found, source = _find_blocks(module)
+        ends = large_ends(module, found)
     else:
-        ends = {}
         classes = _resolve_classes(module, fsdp_unit_modules)
         found = _outermost(module, lambda candidate: isinstance(candidate, classes))
         _check_matches(module, classes, found)
         names = ", ".join(cls.__name__ for cls in classes)
         source = f"given classes {names}" if classes else "no classes given"
+        ends = large_ends(module, found, _LEAST_SHARE_BESIDE_NAMED) if adds_ends and "" not in found else {}
+    if ends:
+        ids = {id(unit) for unit in (*found.values(), *ends.values())}
+        found = _outermost(module, lambda candidate: id(candidate) in ids)
+        source = f"{source}; large ends {', '.join(ends)}"
     return _plan(module, found, ends, source)
 
 
@@ -246,17 +259,6 @@ def _check_matches(module: nn.Module, classes: tuple[type[nn.Module], ...], foun
                 f"fsdp_unit_modules names {type(candidate).__name__}, but {name!r} of that class has no forward of its "
                 "own, so nothing says when its parameters are needed; name the class of the modules inside it."
             )
-
-
-def _find_automatically(module: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module], str]:
-    """Find `_no_split_modules`, else repeated blocks, and large ends; return all units, the ends and the source."""
-    blocks, source = _find_blocks(module)
-    ends = large_ends(module, blocks)
-    if not ends:
-        return blocks, ends, source
-    ids = {id(unit) for unit in (*blocks.values(), *ends.values())}
-    units = _outermost(module, lambda candidate: id(candidate) in ids)
-    return units, ends, f"{source}; large ends {', '.join(ends)}"
 
 
 def _find_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
@@ -413,15 +415,23 @@ _LATENCY_BYTES_PER_RANK = 2**20
 """Rings cut a message into one part for each rank."""
 
 
+_MOST_OF_A_SHARD = 1 / 16
+"""A merged unit's share of the weights that a rank keeps. Two slots, two buckets and scratch are as large, so merging
+adds at most a tenth to weights and Adam's state in one dtype."""
+
+
 def message_bytes(unit_bytes: Sequence[int], num_ranks: int) -> int:
     """Return the size in bytes below which neighbouring units are merged; 0 on one rank, which sends nothing.
 
     It grows with the ranks as far as the peak does not: slots and buckets become as large as the largest unit anyway.
-    `unit_bytes` are those of the full weights of each unit besides the root.
+    What merging adds to the peak is a small share of what a rank keeps. `unit_bytes` are those of the full weights of
+    each unit, the root first.
     """
     if num_ranks == 1:
         return 0
-    return max(_LATENCY_BYTES, min(num_ranks * _LATENCY_BYTES_PER_RANK, max(unit_bytes, default=0)))
+    largest = max(unit_bytes[ROOT_UNIT + 1 :], default=0)
+    fast = max(_LATENCY_BYTES, min(num_ranks * _LATENCY_BYTES_PER_RANK, largest))
+    return min(fast, max(largest, int(_MOST_OF_A_SHARD * sum(unit_bytes) / num_ranks)))
 
 
 def merge_small_units(plan: UnitPlan, sizes: Sequence[int], limit: int) -> UnitPlan:

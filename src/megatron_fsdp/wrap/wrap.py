@@ -116,7 +116,7 @@ def plan_units(
     `num_ranks` are data-parallel ones. `shapes_are_alike`: all ranks hold tensors of the same shapes. Experts and
     tensor-parallel parts may not, and then nothing is merged, since all ranks have to merge the same.
     """
-    plan = find_units(module, unit_modules)
+    plan = find_units(module, unit_modules, adds_ends=memory.cuts_root)
     memory.check_plan(len(plan.units) - 1)
     if memory.fine_grained:
         return refine_units(module, plan, memory.whole_types)
@@ -129,7 +129,7 @@ def plan_units(
     if memory.communication_unit_numel is not None:
         numels = [sum(params[name].numel() for name in unit.parameters) for unit in plan.units]
         return merge_small_units(plan, numels, memory.communication_unit_numel)
-    return merge_small_units(plan, held, message_bytes(held[1:], num_ranks))
+    return merge_small_units(plan, held, message_bytes(held, num_ranks))
 
 
 def assemble(
