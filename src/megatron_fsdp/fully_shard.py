@@ -220,7 +220,7 @@ def fully_shard_model(
             torch.distributed.checkpoint. Turn it off only for a checkpoint format of your own.
         report_nan_in_param_grad: Check every gradient for NaN and infinity; raises on all ranks, with names.
         average_in_collective: Average in the collective instead of a sum and a factor.
-        disable_bucketing: Never cut the parameters outside of units into several buckets, nor add large ends to the units
+        disable_bucketing: Never cut the parameters outside of units into several buckets, nor add large ends to units
             that `fsdp_unit_modules` names.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
         keep_fp8_transpose_cache: Keep the transposed codes that backward multiplies while weights are gathered, where

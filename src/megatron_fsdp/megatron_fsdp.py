@@ -119,7 +119,7 @@ class MegatronFSDP(nn.Module):
             precedence.
         mixed_precision_policy: Dtypes of main weights, main gradients and gradient communication.
         fsdp_unit_modules: Classes or import paths of the units; None or "auto": found automatically.
-        disable_bucketing: Never cut the parameters outside of units into several buckets, nor add large ends to the units
+        disable_bucketing: Never cut the parameters outside of units into several buckets, nor add large ends to units
             that `fsdp_unit_modules` names.
         device: Device of the shards; None: this process's device of the mesh's type.
         calculate_per_token_loss: Sum gradients over ranks, without a factor.
