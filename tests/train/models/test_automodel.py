@@ -70,6 +70,10 @@ def test_what_does_not_fit_is_refused_on_every_rank(run_ranks: RunRanks, folder:
     assert told[0] == told[1]
     heads = "the model has num_key_value_heads=1, which 2 tensor-parallel ranks cannot share evenly"
     assert all(text.startswith(heads) for text in told)
+    exchanged = {"context_parallel_size": 2, "cp_comm_type": ("a2a",), "num_attention_heads": 1, "num_query_groups": 1}
+    for engine in (UNITS, FSDP2):
+        told = run_ranks(2, refusal_of_building, {**LLAMA, **engine, **exchanged})
+        assert all(text.startswith("1 heads with 1 of keys and values cannot be divided over 2") for text in told)
 
 
 pytest.importorskip("transformers")

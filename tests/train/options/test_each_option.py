@@ -17,6 +17,11 @@ RUN = "--seq-length 64 --micro-batch-size 1 --train-iters 20 --lr 0.01"
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4"
 UNITS = f"{RUN} {SHAPE} --bf16 --use-megatron-fsdp"
 
+CONTEXT = (
+    "--transformer-impl transformers --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --context-parallel-size 4"
+)
+LEVELS = "--hierarchical-context-parallel-sizes"
 
 REFUSED_FIELDS = {
     "reuse_grad_buf_for_mxfp8_param_ag": ("--reuse-grad-buf-for-mxfp8-param-ag", "needs --fp8-param-gather"),
@@ -56,11 +61,27 @@ def test_a_recipe_chooses_the_weight_format(words: str, formats: str) -> None:
         ("--recompute-modules core_attn", "--recompute-modules does nothing without --recompute-granularity selective"),
         ("--recompute-granularity selective --recompute-modules mlp", "this package recomputes core_attn only"),
         ("--recompute-granularity selective --recompute-modules mpl", "invalid --recompute-modules mpl: give one of"),
+        (f"{CONTEXT} --cp-comm-type p2p a2a", "--cp-comm-type p2p a2a: all layers communicate alike here; give one"),
+        (f"{CONTEXT} --cp-comm-type a2a+p2p", r"sizes \(not given\): give two numbers, .* --context-parallel-size 4"),
+        (f"{CONTEXT} --cp-comm-type a2a+p2p {LEVELS} 2 4", "-parallel-sizes 2 4: give two numbers, of ranks that exch"),
+        (f"{CONTEXT} --cp-comm-type a2a {LEVELS} 2 2", f"{LEVELS} does nothing without --cp-comm-type a2a.p2p"),
     ],
 )
 def test_recipes_that_mean_nothing_are_refused(words: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         job_of(f"{UNITS} {words}", World(RANKS, "cuda"))
+
+
+@pytest.mark.parametrize(
+    ("words", "degree"),
+    [("", 1), ("p2p", 1), ("all_gather all_gather", 1), ("a2a", 4), (f"a2a+p2p {LEVELS} 2 2", 2)],
+)
+def test_a_kind_of_communication_chooses_how_many_ranks_exchange_heads(words: str, degree: int) -> None:
+    given = f"{UNITS} {CONTEXT} --cp-comm-type {words}" if words else f"{UNITS} {CONTEXT}"
+    job = job_of(given, World(RANKS, "cuda"))
+    assert (job.options.parallel.ulysses_degree, job.notes) == (degree, ())
+    (note,) = job_of(f"{UNITS} --cp-comm-type a2a", World(RANKS, "cuda")).notes
+    assert note == "--cp-comm-type has no effect: --context-parallel-size 1 leaves sequences whole"
 
 
 def test_a_lenient_strictness_loads_what_fits() -> None:

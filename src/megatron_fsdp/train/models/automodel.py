@@ -190,8 +190,10 @@ def _parallelize(job: Job, context: MeshContext, model: nn.Module) -> Distribute
     assert mesh is not None  # only DDPConfig has none
     dim = "dp_shard_cp" if sizes.context > 1 else "dp_shard"
     cuts: dict[str, Any] = {"tp_dim": "tp"}
-    splits_tokens = job.options.parallel.sequence_parallel and sizes.tensor > 1
-    divide(model, MegatronFSDPConfig(sequence_parallel=splits_tokens), mesh, context.moe_mesh)
+    parallel = job.options.parallel
+    splits_tokens = parallel.sequence_parallel and sizes.tensor > 1
+    config = MegatronFSDPConfig(sequence_parallel=splits_tokens, ulysses_degree=parallel.ulysses_degree)
+    divide(model, config, mesh, context.moe_mesh)
     if context.moe_mesh is not None:
         cuts["expt_device_mesh"] = engine_mesh(context.moe_mesh, dim)
     recompute_layers(model, job.options.training, is_stage=sizes.pipeline > 1)
@@ -273,7 +275,10 @@ def shard_transformers_by_fsdp2(job: Job, rank: Rank, vocab_size: int) -> Traine
     loss, sizes, folder = LossInOrder(), job.sizes, job.options.model.hf_model
     arguments: dict[str, Any] = {
         "distributed_config": FSDP2Config(
-            sequence_parallel=job.options.parallel.sequence_parallel, mp_policy=policy_of(job), backend=backend_of(rank)
+            sequence_parallel=job.options.parallel.sequence_parallel,
+            ulysses_degree=job.options.parallel.ulysses_degree,
+            mp_policy=policy_of(job),
+            backend=backend_of(rank),
         ),
         "tp_size": sizes.tensor,
         "pp_size": sizes.pipeline,

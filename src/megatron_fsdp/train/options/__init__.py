@@ -222,6 +222,9 @@ class ParallelOptions:
         tensor_model_parallel_size: Ranks that each matrix is cut over.
         pipeline_model_parallel_size: Ranks that the layers are shared out to.
         context_parallel_size: Ranks that each sequence is cut over.
+        cp_comm_type: Attention over these ranks, the same in all layers: p2p and all_gather gather keys and values, a2a
+            exchanges tokens for heads (Ulysses), a2a+p2p does both; default: they are gathered.
+        hierarchical_context_parallel_sizes: With a2a+p2p: how many ranks exchange, and how many gather.
         expert_model_parallel_size: Ranks that the experts are shared out to.
         sequence_parallel: Cut activations between layers along the sequence, over the tensor-parallel ranks.
         use_torch_fsdp2: Shard by PyTorch's FSDP2 instead of this package's engine.
@@ -237,6 +240,8 @@ class ParallelOptions:
     tensor_model_parallel_size: Count = 1
     pipeline_model_parallel_size: Count = 1
     context_parallel_size: Count = 1
+    cp_comm_type: tuple[Literal["p2p", "all_gather", "a2a", "a2a+p2p"], ...] = ()
+    hierarchical_context_parallel_sizes: tuple[Count, ...] = ()
     expert_model_parallel_size: Count = 1
     sequence_parallel: bool = False
     use_torch_fsdp2: bool = False
@@ -246,6 +251,13 @@ class ParallelOptions:
     nproc: Count | None = None
     distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
     distributed_timeout_minutes: Minutes = 10.0
+
+    @property
+    def ulysses_degree(self) -> int:
+        """The context-parallel ranks that exchange tokens for heads."""
+        if self.context_parallel_size > 1 and "a2a+p2p" in self.cp_comm_type:
+            return self.hierarchical_context_parallel_sizes[0]
+        return self.context_parallel_size if "a2a" in self.cp_comm_type else 1
 
 
 @dataclass(frozen=True)

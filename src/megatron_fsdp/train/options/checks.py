@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require_installed
-from megatron_fsdp.train.options import OPTIONS, ModelOptions, Options, flag_for
+from megatron_fsdp.train.options import OPTIONS, ModelOptions, Options, ParallelOptions, flag_for
 
 _TRACKERS = {"tensorboard_dir": "tensorboard", "wandb_project": "wandb"}
 _ONLY_ROTARY = "--transformer-impl transformers builds Llama, Qwen3, Mixtral and Qwen3-MoE, which have"
@@ -18,6 +18,7 @@ SHAPE = ModelOptions.__dataclass_fields__.keys() - {"seq_length", "transformer_i
 """Options that a configuration of transformers sets."""
 
 NEEDS: Mapping[str, str] = {
+    "hierarchical_context_parallel_sizes": "--cp-comm-type a2a+p2p",
     "num_experts": "--transformer-impl transformers",
     "rotary_base": "--position-embedding-type rope",
     "moe_router_topk moe_ffn_hidden_size": "--num-experts",
@@ -79,6 +80,11 @@ _IDLE_CASES: tuple[tuple[str, Callable[[Options], bool], str], ...] = (
         lambda o: o.training.skip_train,
         "--skip-train takes no step",
     ),
+    (
+        "cp_comm_type hierarchical_context_parallel_sizes",
+        lambda o: o.parallel.context_parallel_size == 1,
+        "--context-parallel-size 1 leaves sequences whole",
+    ),
     ("dist_ckpt_strictness", lambda o: o.checkpoint.load is None, "nothing is loaded without --load"),
     ("log_exposed_communication", lambda o: o.parallel.use_torch_fsdp2, "FSDP2 does not tell what it waits for"),
 )
@@ -136,7 +142,7 @@ def is_met(needed: str, value_of: Callable[[str], Any]) -> bool:
     """Return whether an option has one of the values in `--flag a or b`; without values, any but none or off."""
     flag, *values = needed.split()
     value = value_of(flag[2:].replace("-", "_"))
-    return value in values if values else value not in (None, False, "")
+    return not {*values}.isdisjoint(value if isinstance(value, tuple) else (value,)) if values else bool(value)
 
 
 def _idle(options: Options) -> Iterator[str]:
@@ -306,6 +312,20 @@ def _wrong_family(model: ModelOptions) -> Iterator[str]:
         yield f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {model.num_experts}: give fewer"
 
 
+def _wrong_attention(parallel: ParallelOptions) -> Iterator[str]:
+    """Yield problems of attention over context-parallel ranks."""
+    types, degrees = parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes
+    if len({*types}) > 1:
+        yield f"--cp-comm-type {' '.join(types)}: all layers communicate alike here; give one type"
+    if "a2a+p2p" in types and (len(degrees) != 2 or math.prod(degrees) != parallel.context_parallel_size):
+        given = " ".join(map(str, degrees)) or "(not given)"
+        yield (
+            f"--cp-comm-type a2a+p2p with --hierarchical-context-parallel-sizes {given}: give two numbers, of ranks "
+            "that exchange tokens for heads and of ranks that gather, whose product is --context-parallel-size "
+            f"{parallel.context_parallel_size}"
+        )
+
+
 def wrong_sizes(options: Options, sizes: Sizes) -> Iterator[str]:
     """Yield problems of sizes with the model or other options, as far as options show them.
 
@@ -337,6 +357,8 @@ def wrong_sizes(options: Options, sizes: Sizes) -> Iterator[str]:
             f"({sizes.context}) are among and expert-parallel ones ({sizes.expert}) lie across: give one instance, or "
             "no such ranks"
         )
+    if sizes.context > 1:
+        yield from _wrong_attention(options.parallel)
     if sizes.context > 1 and length % (2 * sizes.context):
         yield (
             f"--seq-length {length} is no multiple of twice --context-parallel-size {sizes.context}, since ranks take "
