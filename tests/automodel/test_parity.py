@@ -27,7 +27,7 @@ class Case:
         changes: Of the model's config.
         pipeline: Its options.
         rows: Of the batch; or of each data-parallel rank.
-        edit: Changes the whole model in place before it is divided.
+        edit: Changes the whole model in place before it is divided, or returns another one.
         loss_inside: The model computes the loss, in place of the loop.
         steps: Updates.
     """
@@ -39,7 +39,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     pipeline: PipelineConfig | None = None
     rows: Any = 4
-    edit: Callable[[Any], None] | None = None
+    edit: Callable[[Any], Any] | None = None
     loss_inside: bool = False
     steps: int = 2
 
@@ -54,7 +54,7 @@ def check(cases: list[Case]) -> None:
         with groups_destroyed():
             model = build(case.kind, **case.changes)
             if case.edit is not None:
-                case.edit(model)
+                model = case.edit(model) or model
             sharded = managed(strategy(case.name, **case.fields), model, case.pipeline, **case.sizes)
             try:
                 run = train(sharded, steps=case.steps, rows=case.rows, loss_inside=case.loss_inside)
@@ -85,9 +85,9 @@ def experts(kind: str, size: int = 2, changes: dict[str, Any] | None = None, **o
     return Case(kind, {"ep_size": size}, changes={**TWO_LAYERS, **(changes or {})}, **options)
 
 
-def beside(kind: str, name: str = ENGINE, ep_size: int = 2, **sizes: int) -> Case:
+def beside(kind: str, name: str = ENGINE, ep_size: int = 2, edit: Any = None, **sizes: int) -> Case:
     """Experts beside tensor or context parallelism."""
-    return Case(kind, {"ep_size": ep_size, **sizes}, name, {}, TWO_LAYERS)
+    return Case(kind, {"ep_size": ep_size, **sizes}, name, {}, TWO_LAYERS, edit=edit)
 
 
 def sequences(kind: str, size: int = 2, **options: Any) -> Case:
@@ -124,6 +124,12 @@ def eager_on_the_first_rank_only(model: Any) -> None:
 def frozen_first_weight(model: Any) -> None:
     for name, param in model.named_parameters():
         param.requires_grad_("gate_up_proj" not in name)
+
+
+def adapted(model: Any) -> Any:
+    from tests.automodel.test_adapters import lora, with_adapters
+
+    return with_adapters(model, lora())
 
 
 def recomputed_by_transformers(model: Any) -> None:
@@ -176,6 +182,7 @@ TABLE: dict[str, tuple[int, list[Case]]] = {
             beside("deepseek_v3", tp_size=2),
             beside("qwen3_moe", cp_size=2),
             beside("mixtral", "fsdp2", tp_size=2),
+            beside("mixtral", edit=adapted, tp_size=2),
             beside("olmoe", tp_size=4, ep_size=4),
             beside("mixtral", "fsdp2", cp_size=2),
         ],

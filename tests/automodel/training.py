@@ -236,10 +236,10 @@ def _forward(model: Any, own: dict[str, Tensor], loss_inside: bool) -> tuple[Ten
 def reference(
     kind: str, *, steps: int = 3, rows: int = 4, changes: Mapping[str, Any] | None = None, edit: Any = None
 ) -> Trained:
-    """What one process computes; `changes` are those of the config, `edit` changes the model in place."""
+    """What one process computes; `changes` are those of the config, `edit` changes the model or returns another."""
     model = build(kind, **(changes or {}))
     if edit is not None:
-        edit(model)
+        model = edit(model) or model
     return train(model, steps=steps, rows=rows, alone=True)
 
 

@@ -100,6 +100,8 @@ def parallelize_tensors(
         )
     inside = getattr(model, "get_base_model", None)  # of peft; plans use the names of the model inside
     base: Any = inside() if callable(inside) else model
+    left_alone = {model.get_submodule(name) for name in apart}
+    apart = {name for name, part in base.named_modules() if part in left_alone}
     matched = plans.match_plan(base, plan)
     ties = plans.Ties.of(base)
     styles = ties.adapt(base, matched.modules)
@@ -115,7 +117,6 @@ def parallelize_tensors(
     # What others have noted on parameters, such as that they are initialized, is kept.
     notes = {name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)}
     _apply(base, steps, matched, tp_mesh)
-    left_alone = {base.get_submodule(name) for name in apart}
     units = undivided_units(model, {base.get_submodule(name) for name in steps} | left_alone, parts)
     own = [(module, uses) for module, uses in units if module not in left_alone]
     for module, uses in _where_they_run(model, own, running):
