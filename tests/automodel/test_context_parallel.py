@@ -313,6 +313,10 @@ def test_heads_that_do_not_divide_and_models_without_documents_are_refused() -> 
     odd = build("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=24)
     words = "3 heads with 3 of keys and values cannot be divided over 2 ranks of ulysses"
     assert words in refusal(enable_context_parallel, odd, exchanging, error=ParallelSizeError)
+    odd.config.num_attention_heads = odd.config.num_key_value_heads = 4  # of all tensor-parallel ranks, say
+    enable_context_parallel(odd, exchanging)
+    mine = shard_batch({"input_ids": batch_of()["input_ids"]}, mesh)
+    assert words in refusal(odd, **mine, error=ParallelSizeError)
     model = build("llama")
     enable_context_parallel(model, mesh)
     batch = shard_batch(packed_rows(), mesh)
@@ -348,6 +352,13 @@ def test_calls_that_would_be_silently_wrong_are_refused_on_all_ranks() -> None:
     }
     for words, arguments in calls.items():
         assert words in refusal(model, error=ConfigurationError, **arguments)
+        here_only = arguments if dist.get_rank() == 1 else mine
+        assert words in refusal(model, error=ConfigurationError, **here_only)
+    shorter = shard_batch(batch_of(sequence=12), mesh)
+    words = "position_ids is (4, 8) on rank 0, (4, 6) on rank 1"
+    assert words in refusal(
+        model, error=ConfigurationError, **({**shorter, "shift_labels": None} if dist.get_rank() else mine)
+    )
 
 
 @on_ranks(1)

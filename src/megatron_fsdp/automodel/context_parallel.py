@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fsdp.automodel.architecture import IGNORED_LABEL, find_layers, text_config
 from megatron_fsdp.checkpoint.hf.live import own_class
-from megatron_fsdp.comm.agreement import Groups, all_agree, default_if_all
+from megatron_fsdp.comm.agreement import Groups, all_agree, default_if_all, device_over, raise_together
 from megatron_fsdp.comm.fingerprint import fingerprint
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
@@ -50,6 +50,8 @@ _CHANGES_THE_MATH = (
     "output_attentions",
 )
 """Arguments that some models pass to their attention function and this one does not support."""
+
+_WRONG_POSITIONS = "position_ids are not those of shard_batch for these ranks; cut every batch by shard_batch"
 
 _gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 """Gather forward, reduce-scatter of the sum backward; torch has renamed it."""
@@ -283,7 +285,9 @@ def enable_context_parallel(model: nn.Module, cp_mesh: DeviceMesh) -> None:
     _refuse_unfit(inner)
     windows = getattr(text_config(inner), "sliding_window", None) is not None
     shared = ContextParallel(whole.get_group(), whole.get_local_rank(), layout, windows, ring.get_group(), exchange)
-    shared.check_heads(text_config(inner))
+    config = text_config(inner)
+    heads = config.num_attention_heads
+    shared.check_heads(heads, getattr(config, "num_key_value_heads", None) or heads)
     AttentionInterface.register(NAME, context_parallel_attention)
     inner.set_attn_implementation(NAME)
     for layer in find_layers(inner).modules():
@@ -334,7 +338,31 @@ def _refuse_unfit(model: Any) -> None:
 def _before_forward(
     shared: ContextParallel, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Raise for calls that would be silently wrong on a part of the sequence."""
+    """Raise for calls that would be silently wrong on a part of the sequence; on all ranks."""
+    groups, error = (shared.group,), None
+    counts = torch.tensor([1, 0, 0, 0], device=device_over(groups))
+    try:
+        _check_arguments(module, args, kwargs)
+        counts = _counts_of(shared, kwargs["position_ids"], kwargs.get(STARTS))
+    except ConfigurationError as met:
+        error = met
+    shared.is_packed = kwargs.get(STARTS) is not None
+    # All ranks together compare their positions with the layout; one all-reduce of a few numbers.
+    dist.all_reduce(counts, dist.ReduceOp.MAX, group=shared.group)
+    num_wrong, shared.last_position, most_tokens, fewest_tokens = counts.unbind()
+    is_right = (num_wrong == 0) & (most_tokens == -fewest_tokens)
+    if counts.device.type == "cpu":
+        if not is_right:
+            facts = None if error else {"position_ids": str(tuple(kwargs["position_ids"].shape))}
+            raise_together(error, "calling a context-parallel model", groups, facts)
+    elif error is not None:
+        raise error
+    else:  # without making the host wait for the device
+        torch._assert_async(is_right, _WRONG_POSITIONS)
+    return args, {**kwargs, "use_cache": False}
+
+
+def _check_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     call = f"{type(module).__name__} is context parallel: call it with what shard_batch returns, by keyword"
     positions = kwargs.get("position_ids")
     if len(args) > 1 or not isinstance(positions, Tensor):
@@ -349,21 +377,19 @@ def _before_forward(
         )
     if kwargs.get("use_cache"):
         raise ConfigurationError(f"{call}; use_cache=True is for generation; leave it out")
-    # All ranks together compare their positions with the layout; one all-reduce of two numbers.
-    expected = shared.layout.positions_of(shared.rank, positions.shape[-1], positions.device)
-    starts = kwargs.get(STARTS)
-    shared.is_packed = starts is not None
+
+
+def _counts_of(shared: ContextParallel, positions: Tensor, starts: Tensor | None) -> Tensor:
+    """Return numbers to compare, int64: wrong calls, the last position, the tokens, and minus the tokens."""
+    length = positions.shape[-1]
+    if length == 0 or length % 2 or (starts is not None and starts.shape[-1] != length):
+        raise ConfigurationError(_WRONG_POSITIONS)
+    expected = shared.layout.positions_of(shared.rank, length, positions.device)
     wrong = (positions != (expected if starts is None else expected - starts)).any()
-    told = torch.stack([wrong.to(positions.dtype), positions.max()])
-    dist.all_reduce(told, dist.ReduceOp.MAX, group=shared.group)
-    wrong, shared.last_position = told.unbind()
-    problem = "position_ids are not those of shard_batch for these ranks; cut every batch by shard_batch"
-    if wrong.device.type == "cpu":
-        if bool(wrong):
-            raise ConfigurationError(problem)
-    else:  # without making the host wait for the device
-        torch._assert_async(wrong == 0, problem)
-    return args, {**kwargs, "use_cache": False}
+    if wrong.device.type == "cpu" and bool(wrong):
+        raise ConfigurationError(_WRONG_POSITIONS)
+    tokens = torch.full((1,), positions.numel(), device=positions.device)
+    return torch.cat([torch.stack([wrong.long(), positions.max().long()]), tokens, -tokens])
 
 
 def _after_forward(shared: ContextParallel, *_: object) -> None:
@@ -418,10 +444,8 @@ class ContextParallel:
         first = self.rank // size * size
         return range(first, first + size)
 
-    def check_heads(self, config: Any) -> None:
-        """Raise if heads do not divide over the ranks that exchange them."""
-        heads = config.num_attention_heads
-        groups = getattr(config, "num_key_value_heads", None) or heads
+    def check_heads(self, heads: int, groups: int) -> None:
+        """Raise if heads, of queries and of keys and values, do not divide over the ranks that exchange them."""
         ranks = len(self.queried_ranks)
         if heads % ranks or (groups % ranks and ranks % groups):
             raise ParallelSizeError(
@@ -479,6 +503,7 @@ def context_parallel_attention(
     starts, tokens, exchange = kwargs.get(STARTS), query.shape[2], shared.exchange
     pairs = torch.cat([key, value], -1)
     if exchange is not None:
+        shared.check_heads(query.shape[1], pairs.shape[1])  # fewer than in the config where tensors are divided, too
         if pairs.shape[1] % exchange.ranks:
             pairs = pairs.repeat_interleave(exchange.ranks // pairs.shape[1], 1)
         query, pairs = exchange.to_heads(query), exchange.to_heads(pairs)
