@@ -6,6 +6,7 @@ A call that hangs is killed by the worker pool, and fails its test.
 import gc
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +24,9 @@ from megatron_fsdp import (
     fsdp2,
     fully_shard_model,
 )
+from megatron_fsdp.comm.groups import timeout_of
 from megatron_fsdp.config.switches import VERIFY_TIMEOUT_S, VERIFY_VARIABLE, resolve_verify_ranks
+from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
@@ -90,6 +93,17 @@ def test_models_sharded_in_place_are_compared_where_the_environment_asks(by: Cal
         message = refusal(lambda: model(X).sum().backward())
     assert message.startswith("rank 0 gathers layers.2 (")
     assert "model.join" not in message
+
+
+@on_ranks(2)
+def test_the_time_limit_is_that_of_the_ranks_group() -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
+    mesh = dist.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    model = fully_shard_model(
+        Ordered(), device_mesh=mesh, dp_shard_dim="dp", fsdp_unit_modules=[Layer], verify_ranks=True
+    )
+    (verifier,) = (each for each in model._engine.observers.watching if isinstance(each, RankVerifier))
+    assert timeout_of(verifier._group) == timedelta(seconds=77)
 
 
 @on_ranks(3)

@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.fsdp2 import fully_shard
+from megatron_fsdp.wrap import shard_unit
 from tests.fsdp2.test_fully_shard import SAMPLES, assert_same, build, sgd, shard, train, whole
 from tests.support.on_ranks import fixed_seed, on_ranks, refusal
 from tests.support.zoo import TinyTransformer, make_token_batch, token_loss
@@ -193,6 +196,30 @@ def test_ranks_with_other_settings_hear_of_it_once() -> None:
         told = refusal(lambda model=model: backward(model), error=ConfigurationError)
         assert words in told
         assert "give the same on every rank" in told
+
+
+@on_ranks(2)
+def test_a_unit_without_memory_leaves_its_parameters_as_they_were() -> None:
+    model, plain = build(), build()
+    for each in (model, plain):
+        each.norm.requires_grad_(False)  # so that its unit has a second group
+    params = dict(shard(model).named_parameters())
+    before = {name: param.to_local().clone() for name, param in params.items()}
+    made: list[ParameterGroup] = []
+
+    def second_fails(*arguments: Any) -> ParameterGroup:
+        if made:
+            raise torch.OutOfMemoryError("planted")
+        made.append(ParameterGroup(*arguments))
+        return made[-1]
+
+    with patch.object(shard_unit, "ParameterGroup", second_fails), pytest.raises(torch.OutOfMemoryError):
+        backward(model)
+    assert all(model.get_parameter(name) is param for name, param in params.items())
+    assert all(param.to_local().equal(before[name]) for name, param in params.items())
+    for each in (model, plain):
+        each.norm.requires_grad_(True)
+    assert_same(train(model, True), train(plain, False))
 
 
 @on_ranks(2)

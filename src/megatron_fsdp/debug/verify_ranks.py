@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.groups import destroy_with, duplicate_group, shared_name
+from megatron_fsdp.comm.groups import destroy_with, duplicate_group, shared_name, timeout_of
 from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.engine.executor import all_gather_bytes
 from megatron_fsdp.engine.observer import Observer, Phase
@@ -76,7 +76,7 @@ class RankVerifier(Observer):
         self._ranks = dist.get_process_group_ranks(group)  # global ones, in order
         self._me = dist.get_rank(group)  # this rank's place among them
         # A gloo group of its own. torch names one by the number of groups, ambiguous after groups were destroyed.
-        self._group = duplicate_group(group, shared_name("rows", group), backend="gloo")
+        self._group = duplicate_group(group, shared_name("rows", group), "gloo", timeout_of(group))
         destroy_with(self, [self._group])
         # Ranks start together: a slow start does not count against the first exchange.
         dist.barrier(group=self._group)

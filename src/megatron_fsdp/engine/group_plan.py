@@ -597,7 +597,7 @@ def parameter_info(
     key = GroupKey(
         param.dtype,
         param.requires_grad,
-        rank_mesh=own.rank_mesh,
+        sharding=own,
         is_scalar=not shape,
         sums_in_fp32=sharding.sums_in_fp32(name),
         weight_format=sharding.weight_formats.get(name),

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -216,7 +215,6 @@ class ParameterGroup:
         originals: Sequence[nn.Parameter],
         shard_specs: tuple[ShardSpec, ...],
         quantizer: WeightQuantizer | None,
-        objects: Mapping[int, nn.Parameter] = MappingProxyType({}),
     ) -> None:
         self.plan = plan
         self._wrapping = quantizer if isinstance(quantizer, WrappingQuantizer) else None
@@ -235,8 +233,12 @@ class ParameterGroup:
         self.own_hooks: set[int] = set()  # ids of gradient hooks that are not the user's
         self._hooked: set[int] = set()  # parameters that have one
         shards = self.weights.main.local_shards()
-        make = functools.partial(self._make_sharded, objects)
-        self.sharded = tuple(map(make, range(len(shards)), shards, originals))
+        # No views: they would keep the buffer object alive and share its version counter, so that in-place gathers into
+        # the rest of the buffer would count as changes of the parameters.
+        self.sharded = tuple(
+            UnevenDTensor.as_parameter(shard.data, shard_spec, original.requires_grad)
+            for shard, shard_spec, original in zip(shards, shard_specs, originals, strict=True)
+        )
         self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
         self._placeholder = None  # freed when every full parameter has its memory
         self._pointed_to: torch.Tensor | None = None  # memory that the full parameters are views of
@@ -520,26 +522,29 @@ class ParameterGroup:
             arrives = functools.partial(_of_autograd, weakref.ref(self), self.shard_specs[index], index)
             self.own_hooks.add(param.register_hook(arrives).id)
 
-    def _make_sharded(
-        self, objects: Mapping[int, nn.Parameter], index: int, shard: torch.Tensor, original: nn.Parameter
-    ) -> nn.Parameter:
-        # No view: it would keep the buffer object alive and share its version counter, so that in-place gathers into
-        # the rest of the buffer would count as changes of the parameter.
-        param = UnevenDTensor.as_parameter(shard.data, self.shard_specs[index], original.requires_grad)
-        hooks = list((original._post_accumulate_grad_hooks or {}).values())
-        if id(original) in objects:  # which an optimizer may hold already
-            swap_tensors(objects[id(original)], param)
-            param = objects[id(original)]
-            # Hooks stay with the object. Autograd finds them at the tensor beneath, where assignment puts them.
-            param._backward_hooks, hooks = param._backward_hooks, []
-            param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
-        # Marks of the user have to survive, such as Megatron's `allreduce` and `sequence_parallel`.
-        param.__dict__.update(original.__dict__)
-        if original.requires_grad:
-            self._watch(param, index)
-            for hook in hooks:
-                param.register_post_accumulate_grad_hook(hook)  # called once the gradient is reduced
-        return param
+    def take_over(self, originals: Sequence[nn.Parameter], objects: Mapping[int, nn.Parameter]) -> None:
+        """Give the sharded parameters the marks and hooks of the originals.
+
+        `objects`: by the id of an original the parameter, which an optimizer may hold, that becomes the sharded one.
+        """
+        sharded = []
+        for index, (original, param) in enumerate(zip(originals, self.sharded, strict=True)):
+            hooks = list((original._post_accumulate_grad_hooks or {}).values())
+            if id(original) in objects:
+                held = objects[id(original)]
+                swap_tensors(held, param)
+                param = held
+                # Hooks stay with the object. Autograd finds them at the tensor beneath, where assignment puts them.
+                param._backward_hooks, hooks = param._backward_hooks, []
+                param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
+            # Marks of the user have to survive, such as Megatron's `allreduce` and `sequence_parallel`.
+            param.__dict__.update(original.__dict__)
+            if original.requires_grad:
+                self._watch(param, index)
+                for hook in hooks:
+                    param.register_post_accumulate_grad_hook(hook)  # called once the gradient is reduced
+            sharded.append(param)
+        self.sharded = tuple(sharded)
 
     def _make_full(self, index: int, original: nn.Parameter) -> nn.Parameter:
         empty = self._placeholder_for(index)

@@ -238,6 +238,7 @@ class ShardState:
         if self.unit is not None:
             return
         apart, objects, aliases, shared = {}, {}, dict[int, list[DTensor]](), list[str]()
+        divided: dict[Sharding, Sharding] = {}  # parameters with one sharding share buffers
         for each in self.params:
             held = each.held
             tensors, is_shared = each.take_aliases()
@@ -246,22 +247,19 @@ class ShardState:
             shared += [each.name] * is_shared
             whole = each.gather()
             if each.sharding is not self.sharding:
-                apart[id(whole)] = self._divided(each.sharding)
+                apart[id(whole)] = divided.setdefault(each.sharding, self._divided(each.sharding))
             if whole is not held:
                 objects[id(whole)] = held
                 each.set(whole)
         grads = {id(held): held.grad for held in objects.values() if held.grad is not None}
         formats = dict(filter(None, (each.extension_format() for each in self.params)))
-        unit = shard_in_place(
-            self.modules,
-            self._divided(self.sharding),
-            self.mode,
-            self.plans.known,
-            self._ignored_ids(),
-            objects,
-            formats,
-            apart,
-        )
+        own, ignored = self._divided(self.sharding), self._ignored_ids()
+        try:
+            unit = shard_in_place(self.modules, own, self.mode, self.plans.known, ignored, objects, formats, apart)
+        except BaseException:
+            for each in self.params:
+                each.set(objects.get(id(each.held), each.held))
+            raise
         unit.stays_gathered = self.reshard_after_forward is False
         for key, grad in grads.items():
             group, index = unit.group_and_index[key]

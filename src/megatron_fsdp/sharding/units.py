@@ -478,7 +478,7 @@ class GroupKey:
 
     dtype: torch.dtype  # in the model
     requires_grad: bool  # whether they are trained
-    rank_mesh: Hashable = None  # the `RankMesh` that they are sharded over
+    sharding: Hashable = None  # the `Sharding` by which they are cut and reduced
     is_scalar: bool = False  # no dimension to shard, so that every rank holds them whole
     sums_in_fp32: bool = False  # gradients are accumulated in float32, whatever they travel in
     weight_format: WeightFormat | None = None  # that they are gathered in; None: their dtype

@@ -64,7 +64,7 @@ def shard_unit(
 ) -> Unit:
     """Shard the parameters of one unit in place: at once, on this rank alone, without communication.
 
-    If it fails, the modules hold what they held.
+    If it fails, the modules hold what they held, and `objects` are as they were.
 
     Args:
         name: For messages: the path of its module.
@@ -78,20 +78,23 @@ def shard_unit(
         objects: By the id of an original the parameter, of an optimizer say, that becomes the sharded one; new ones
             are made for the others.
     """
-    groups, held_by, replaced = [], [], []
+    groups, held_by, of_groups = [], [], []
     for plan in plans:
         specs = tuple(spec.for_another() for spec in known.get(id(plan.layout), ()))
         if not specs:
             specs = known[id(plan.layout)] = tuple(map(plan.shard_spec, range(len(plan.spec.parameters))))
         originals = [parameters.pop(info.name) for info in plan.spec.parameters]
         held_by.append([owners.pop(id(original)) for original in originals])
-        groups.append(ParameterGroup(plan, originals, specs, _quantizer(plan, originals, held_by[-1]), objects))
-        replaced += [(info.name, original) for info, original in zip(plan.spec.parameters, originals, strict=True)]
+        groups.append(ParameterGroup(plan, originals, specs, _quantizer(plan, originals, held_by[-1])))
+        of_groups.append(originals)
+    for group, originals in zip(groups, of_groups, strict=True):  # all memory is there, so nothing can fail
+        group.take_over(originals, objects)
     by_owner = [[[Owner.of(*place) for place in places] for places in of_group] for of_group in held_by]
     unit = Unit(index, name, groups, by_owner, modules, mode)
     unit.to_sharded()
-    for original_name, original in replaced:
-        mark_replaced(original_name, original)
+    for group, originals in zip(groups, of_groups, strict=True):
+        for original_name, original in zip(group.names, originals, strict=True):
+            mark_replaced(original_name, original)
     describe_in_state_dicts(unit, modules.values())
     for module in modules.values():
         refuse_torch(module)
