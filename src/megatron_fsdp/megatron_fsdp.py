@@ -223,6 +223,8 @@ class MegatronFSDP(nn.Module):
                 f'"{options.outer_strategy.name}"; set both or neither'
             )
         grouping = UnitGrouping(fsdp_unit_modules, options.memory)
+        if config.megatron_fsdp_version == 2:  # no unit is merged in place
+            grouping = replace(grouping, memory=replace(options.memory, message_bytes=0))
         self._wrap(module, dist_index, config, options, grouping, device, sync_model_each_microbatch)
         self.fsdp_unit_modules = fsdp_unit_modules
         if ddp_config is not None:
@@ -260,9 +262,14 @@ class MegatronFSDP(nn.Module):
                 f"device={device!r} is not of the mesh's type {mesh.device_type!r}; leave it out, or build the "
                 "mesh for that device type"
             )
-        in_place = config.megatron_fsdp_version == 2
         self._engine = self._fsdp_engine = assemble(
-            module, grouping, options, dist_index, self.device, self._mode, in_place=in_place
+            module,
+            grouping,
+            options,
+            dist_index,
+            self.device,
+            self._mode,
+            in_place=config.megatron_fsdp_version == 2,
         )
         if options.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():

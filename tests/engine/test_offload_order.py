@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.comm.streams import CommStream, CudaCommStream, Launch, Work, _Relay
+from megatron_fsdp.comm.streams import ChainedWork, CommStream, CudaCommStream, Launch, Work
 from megatron_fsdp.engine import gradients
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.unit import Unit
@@ -252,7 +252,7 @@ def test_random_programs_are_ordered_and_give_the_bits_of_the_resident_run(run_r
 
 
 def buckets_are_lent_again_too_early() -> AbstractContextManager[Any]:
-    return patch.object(_Relay, "wait", lambda relay: relay._first.wait())
+    return patch.object(ChainedWork, "wait", lambda relay: relay._first.wait())
 
 
 def main_gradients_are_offloaded_before_they_are_reduced() -> AbstractContextManager[Any]:
@@ -260,7 +260,7 @@ def main_gradients_are_offloaded_before_they_are_reduced() -> AbstractContextMan
         stream.submit(launch)
         return then.submit(lambda _async_op: finish())
 
-    return patch.object(gradients, "submit_through", unordered)
+    return patch.object(gradients, "ChainedWork", unordered)
 
 
 def the_host_waits_for_one_direction(of: str) -> AbstractContextManager[Any]:

@@ -194,7 +194,7 @@ class CudaCommStream:
         self._stream.synchronize()
 
 
-class _Relay:
+class ChainedWork:
     """Works of a collective on one stream and of the local work on its result on another."""
 
     def __init__(self, stream: CommStream, launch: Launch, then: CommStream, finish: Finish) -> None:
@@ -206,14 +206,10 @@ class _Relay:
         self._last = self._then.submit(lambda _async_op: self._finish())
 
     def wait(self) -> None:
+        """Wait for both."""
         self._first.wait()
         assert self._last is not None
         self._last.wait()
-
-
-def submit_through(stream: CommStream, launch: Launch, then: CommStream, finish: Finish) -> Work:
-    """Chain a second submission, on another stream, after a collective."""
-    return _Relay(stream, launch, then, finish)
 
 
 def make_comm_stream(device: torch.device, name: str = "", watch: CommStreamWatch | None = None) -> CommStream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -147,7 +147,12 @@ class DistributedDataParallel(MegatronCalls):
         offload: OffloadArgument = None,
     ) -> None:
         with all_agree("sharding the model", ranks_of(device_mesh, dp_dim, tp_dim)), real_values():
-            _check_types(config, module)
+            if not isinstance(config, DistributedDataParallelConfig):
+                raise TypeError(
+                    f"config is a {type(config).__name__}; DistributedDataParallel takes a "
+                    "DistributedDataParallelConfig first and the model second"
+                )
+            check_not_wrapped(module)
             check_mesh(device_mesh)
             mesh, dim = mesh_and_dim(device_mesh, dp_dim, tp_dim, "dp_dim")
             index = FSDPDistributedIndex(
@@ -205,15 +210,6 @@ class DistributedDataParallel(MegatronCalls):
         self._engine.config, self._engine.config_notes = resolved.config, resolved.notes
         for note in resolved.notes:
             logger.info(note)
-
-
-def _check_types(config: Any, module: Any) -> None:
-    if not isinstance(config, DistributedDataParallelConfig):
-        raise TypeError(
-            f"config is a {type(config).__name__}; DistributedDataParallel takes a DistributedDataParallelConfig first "
-            "and the model second"
-        )
-    check_not_wrapped(module)
 
 
 def _resolve_together(

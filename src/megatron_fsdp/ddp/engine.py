@@ -108,10 +108,10 @@ class BucketEngine(Engine):
                 "restore_grad_buffers() first, or compute under torch.no_grad()"
             )
         super().pre_backward(call)
-        if not self._unsharded_for_backward.issuperset(unit.index for unit in self._buckets):
+        if not self.unsharded_for_backward.issuperset(unit.index for unit in self._buckets):
             self.executor.run(self.scheduler.everything())
             self._show(self._buckets)
-            self._unsharded_for_backward.update(unit.index for unit in self._buckets)
+            self.unsharded_for_backward.update(unit.index for unit in self._buckets)
 
     def take_gradient(self, unit_index: int, group_index: int, index: int, param: nn.Parameter) -> None:
         """Take a gradient as `Engine` does, then reduce complete buckets."""

@@ -64,7 +64,9 @@ def resolve_ddp(
 ) -> ResolvedDDP:
     """Check and resolve a configuration for a number of ranks; the caller's object is not changed."""
     config = config.checked_copy()
-    _refuse_not_yet(config)
+    for name, reason in NOT_IMPLEMENTED.items():
+        if getattr(config, name, False):
+            raise NotSupportedYetError(f"{name}=True is not supported yet: {reason}; leave it out")
     strategy = _strategy(config)
     _refuse_without_effect(config, strategy)
     instances = config.num_distributed_optimizer_instances
@@ -87,12 +89,6 @@ def resolve_ddp(
         engine_config=_engine_config(config, strategy, policy),
         notes=tuple(_notes(config, strategy, bucket_note)),
     )
-
-
-def _refuse_not_yet(config: DistributedDataParallelConfig) -> None:
-    for name, reason in NOT_IMPLEMENTED.items():
-        if getattr(config, name, False):
-            raise NotSupportedYetError(f"{name}=True is not supported yet: {reason}; leave it out")
 
 
 def _strategy(config: DistributedDataParallelConfig) -> ShardingStrategy:

@@ -357,11 +357,6 @@ def describe_chunks(tensor: DTensor, spec_or_boxes: ShardSpec | Sequence[Box]) -
     return tensor
 
 
-def exclude_from_save(tensor: torch.Tensor) -> None:
-    """Exclude a plain tensor from this rank's saves by torch.distributed.checkpoint; it is loaded like any other."""
-    tensor.__create_write_items__ = no_write_items  # type: ignore[attr-defined]
-
-
 def no_write_items(_fqn: str, _tensor: object) -> list[WriteItem]:
     """Return no write items."""
     return []

@@ -193,7 +193,7 @@ class Engine:
         self._has_unattached = False  # there was a backward since the last sync
         self._defers = False  # some backward since the last sync defers its reduction
         self._may_differ = False  # since a reset, ranks may hold unreduced gradients for different groups
-        self._unsharded_for_backward: set[int] = set()  # units whose modules hold full parameters for the backward
+        self.unsharded_for_backward: set[int] = set()  # units whose modules hold full parameters for the backward
         self._local_weights: dict[int, list[tuple[nn.Parameter, ...]]] | None = None  # made in the first pass
         self._shows_local: set[int] = set()  # units whose local weights are in the modules
         self.backward_number = 0  # how many have begun
@@ -312,7 +312,7 @@ class Engine:
         weights_version = self.scheduler.forward_ends(unit_index, needs_backward)
         if depth == 1:
             # A recomputation may run while the backward of a neighbour in the unit goes on, and needs its parameters.
-            if unit_index not in self._unsharded_for_backward:
+            if unit_index not in self.unsharded_for_backward:
                 unit.to_sharded()
             if not self.executor.is_broken:
                 unit.check_untouched(module_index)
@@ -515,7 +515,7 @@ class Engine:
         if not call.reads_weights:
             return
         self._to_unsharded(call.unit, call.module_index)  # recomputation inside the module calls no hooks of it
-        self._unsharded_for_backward.add(call.unit)
+        self.unsharded_for_backward.add(call.unit)
         if self.observers.active:
             self.observers.begins(Phase.BACKWARD, call.unit)
 
@@ -565,7 +565,8 @@ class Engine:
         self.executor.begin_filling(self.units[unit_index], group_index)
         # They see gradients in `take_gradient` only.
         if self.observers.active or self.gradient_checks:
-            gradients.forbid_direct_copies()
+            for each in gradients.of_parameter:
+                each.direct = None
 
     @property
     def traffic(self) -> Traffic:
@@ -624,9 +625,9 @@ class Engine:
 
     def _post_backward(self) -> None:
         self.observers.backward_pauses()
-        for unit_index in self._unsharded_for_backward:
+        for unit_index in self.unsharded_for_backward:
             self.units[unit_index].to_sharded()
-        self._unsharded_for_backward.clear()
+        self.unsharded_for_backward.clear()
         self._hide_local_weights()
         self._callback_queued = False
         self._ending = True
@@ -655,15 +656,11 @@ class Engine:
                 delayed.accumulate(param)
                 self.take_gradient(unit_index, group_index, index, param)
 
-    def runs_backward_of(self, unit_index: int) -> bool:
-        """Return True if a unit's modules hold full parameters for the running backward."""
-        return unit_index in self._unsharded_for_backward
-
     def to_sharded(self) -> None:
         """Put the sharded parameters into all modules."""
         for unit in self.units:
             unit.to_sharded()
-        self._unsharded_for_backward.clear()
+        self.unsharded_for_backward.clear()
         self._shows_local.clear()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
@@ -828,7 +825,7 @@ class Engine:
             self.executor.in_backward.reset()
         if self.delayed is not None:
             self.delayed.clear()
-        self._unsharded_for_backward.clear()
+        self.unsharded_for_backward.clear()
         # First wait for collectives in flight: the reshard frees the memory that they write.
         self.executor.abandon()
         self.executor.run(self.scheduler.reset())

@@ -290,7 +290,7 @@ class Executor:
     def _begin_filling(self, unit: Unit, group_index: int, sync_scope: SyncScope) -> None:
         gradients = unit.groups[group_index].gradients
         assert gradients is not None
-        borrows = gradients.needs_bucket(unit.defers(group_index, sync_scope))
+        borrows = not (unit.defers(group_index, sync_scope) or gradients.has_unreduced_gradient)
         gradients.begin(unit.bucket_of(group_index, self._bucket(unit)) if borrows else None)
 
     def reduce(self, unit: Unit, sync_scope: SyncScope) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.comm.reduction import put_scaled
-from megatron_fsdp.comm.streams import CommStream, Work, submit_through
+from megatron_fsdp.comm.streams import ChainedWork, CommStream, Work
 from megatron_fsdp.engine.group_plan import GroupPlan, local_part
 from megatron_fsdp.engine.memory import FlatBuffer, allocate, full_view, padding_ranges, shard_view
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
@@ -189,15 +189,13 @@ class MainGradient:
         if torch._C._storage_Use_Count(storage._cdata) != ours:
             return False
         for view in self.views:
-            if view is not None and (sys.getrefcount(view) > _OWN_REFERENCES or _is_referenced(view)):
+            if view is None:
+                continue
+            # Outside of Python, as in an autograd graph, or by its local tensor: the DTensor and the argument.
+            is_elsewhere = view._use_count() > 1 or sys.getrefcount(view._local_tensor) > 2  # type: ignore[attr-defined]
+            if is_elsewhere or sys.getrefcount(view) > _OWN_REFERENCES:
                 return False
         return True
-
-
-def _is_referenced(view: DTensor) -> bool:
-    """Return True if a DTensor is referenced outside of Python, as in an autograd graph, or by its local tensor."""
-    in_other_places: int = view._use_count() - 1  # type: ignore[attr-defined]  # torch's own, without hints
-    return in_other_places > 0 or sys.getrefcount(view._local_tensor) > 2  # the DTensor and the argument
 
 
 DescribeShard = Callable[[int, torch.Tensor], DTensor]
@@ -270,11 +268,6 @@ class GradientBuffers:
         self._partly_reduced: torch.Tensor | None = None
         self.renewed = False  # a reduction has ended since the gradients were last attached; the same on every rank
 
-    def change_precision(self, plan: GroupPlan) -> None:
-        """Use another communication dtype for the next bucket."""
-        self.precision, self.reducer.reduction = plan.precision, plan.reduction
-        self.bucket_views.clear()
-
     # ---- filling ------------------------------------------------------------------------------------------------
 
     @property
@@ -296,10 +289,6 @@ class GradientBuffers:
     def is_busy(self) -> bool:
         """True if gradients are on their way to the main gradient."""
         return self.is_filling or self.has_unreduced_gradient or self.has_partly_reduced
-
-    def needs_bucket(self, defer: bool) -> bool:
-        """Return True if the next gradients go into a bucket, and not into the unreduced gradient."""
-        return not defer and self._unreduced_gradient is None
 
     # A bucket is empty, filling (from `begin` on), reducing (from `reduce` on), and empty again when its work is done.
 
@@ -348,11 +337,6 @@ class GradientBuffers:
             put_scaled(grad, factor, own.target)
         own.filled = own.arrived = True
         own.direct = None
-
-    def forbid_direct_copies(self) -> None:
-        """Make every gradient of this backward come through `add`, since something observes it."""
-        for each in self.of_parameter:
-            each.direct = None
 
     def stop_filling(self) -> None:
         """End the filling of a bucket or of the unreduced gradient."""
@@ -419,7 +403,7 @@ class GradientBuffers:
     def _submit(self, stream: CommStream, stage: Stage, copy_stream: CommStream) -> Work:
         """Start a stage whose result is added to the main gradient, or overwrites it."""
         if self.main.is_offloaded:
-            return submit_through(stream, stage.launch, copy_stream, lambda: self._accumulate(stage))
+            return ChainedWork(stream, stage.launch, copy_stream, lambda: self._accumulate(stage))
         return stream.submit(stage.launch, lambda: self._accumulate(stage))
 
     def _move_into(self, partly_reduced: torch.Tensor, params: Sequence[nn.Parameter]) -> None:

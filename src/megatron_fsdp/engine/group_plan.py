@@ -669,13 +669,12 @@ def looked_up(module: nn.Module) -> frozenset[str]:
     module needs no weights. Hooks may compute with the weights, and are counted where they are there before wrapping:
     later ones see sharded parameters.
     """
-
-    def looks_up(owner: nn.Module) -> bool:
-        return type(owner) is nn.Embedding and not any(getattr(owner, name) for name in _HOOKS)
-
-    owners = parameter_owners(module)
+    owners, looking = parameter_owners(module), set()
+    for inner in module.modules():
+        if type(inner) is nn.Embedding and not any(getattr(inner, name) for name in _HOOKS):
+            looking.add(inner)
     return frozenset(
-        name for name, param in module.named_parameters() if all(looks_up(owner) for owner, _ in owners[id(param)])
+        name for name, param in module.named_parameters() if looking.issuperset(owner for owner, _ in owners[id(param)])
     )
 
 

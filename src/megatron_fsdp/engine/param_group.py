@@ -61,7 +61,7 @@ class WeightBuffers:
         self.is_offloaded = plan.offloads_compute
         self.main_lies_in_compute = self.quantizer is None and not plan.has_main_copy
         self._is_stale = False  # the compute weights are not encoded from what was stored last
-        self._seen_version = -1
+        self.seen_version = -1  # of the main weights, as they were last installed
         if not self.main_lies_in_compute:
             self.main = _main_buffer(plan)
         numel = plan.held_bytes // plan.sent_dtype.itemsize
@@ -115,7 +115,7 @@ class WeightBuffers:
 
     @property
     def main_changed(self) -> bool:
-        """True if the memory of the main weights was written to since `note_seen`.
+        """True if the memory of the main weights was written to since they were installed.
 
         Where weights are gathered in place, around the main weights, this cannot tell, and says no.
         """
@@ -123,11 +123,7 @@ class WeightBuffers:
             return True
         # Their memory is written by all-gathers, too, so its version counter says nothing about main weights.
         gathered_in_place = self.main_lies_in_compute and self.main is not self.compute
-        return not gathered_in_place and self.main.local._version != self._seen_version
-
-    def note_seen(self) -> None:
-        """Mark the main weights, as they are now, as installed."""
-        self._seen_version = self.main.local._version
+        return not gathered_in_place and self.main.local._version != self.seen_version
 
     def install(self) -> None:
         """Copy main weights into compute weights, with the cast or by the agreed amaxes; no communication."""
@@ -272,7 +268,7 @@ class ParameterGroup:
 
     def note_installed(self) -> None:
         """Mark compute weights as equal to the main weights."""
-        self.weights.note_seen()
+        self.weights.seen_version = self.weights.main.local._version
         self._seen_versions = self._versions()
 
     def _versions(self) -> int:
@@ -435,7 +431,8 @@ class ParameterGroup:
         assert self.plan.sharding is not None
         self.plan = change(self.plan.sharding).plan_again(self.plan)
         if self.gradients is not None:
-            self.gradients.change_precision(self.plan)
+            self.gradients.precision, self.gradients.reducer.reduction = self.plan.precision, self.plan.reduction
+            self.gradients.bucket_views.clear()
 
     def describe_shard(self, index: int, shard: torch.Tensor) -> DTensor:
         """Wrap the local shard of tensor `index` as a DTensor of its global shape; no communication, no copy."""

@@ -23,7 +23,6 @@ from megatron_fsdp.wrap.in_place import (
     WITHOUT_JOIN,
     KnownPlans,
     finish_in_place,
-    outermost_units,
     unit_of,
     units_inside,
 )
@@ -98,7 +97,9 @@ class FsdpContext:
         """
         if self._engine is not None:
             return
-        roots = outermost_units([module for reference in self._modules if (module := reference()) is not None])
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        inside = {id(part) for module in modules for part in module.modules() if part is not module}
+        roots = [module for module in modules if id(module) not in inside]
         self._roots = list(map(weakref.ref, roots))
         if not roots:
             return

@@ -170,7 +170,7 @@ class FsdpModule(nn.Module):
         engine, unit = self.context.engine, self._unit
         if engine.scheduler.forward_depth(unit.index):
             return self.Phase.BACKWARD if engine.scheduler.in_backward else self.Phase.FORWARD
-        return self.Phase.BACKWARD if engine.runs_backward_of(unit.index) else self.Phase.RESTING
+        return self.Phase.BACKWARD if unit.index in engine.unsharded_for_backward else self.Phase.RESTING
 
     @property
     def name(self) -> str:

@@ -20,8 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.axis import Axis
-from megatron_fsdp.dtensor.expert_names import described
-from megatron_fsdp.dtensor.tensor import UnevenDTensor, swap_tensors
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.group_plan import Sharding, TensorParallelPart, local_part
 from megatron_fsdp.engine.unit import Owner
 from megatron_fsdp.errors import ScheduleError
@@ -99,11 +98,6 @@ class EvenParameter:
             raise ScheduleError(f"{self.name} was removed after fully_shard; change modules before they are sharded")
         return found
 
-    @property
-    def held_ids(self) -> set[int]:
-        """The ids of what its modules hold now."""
-        return {id(owner.parameters.get(owner.attribute)) for owner in self.owners}
-
     def set(self, param: nn.Parameter) -> None:
         """Put a parameter into all modules that share it."""
         for owner in self.owners:
@@ -163,12 +157,6 @@ def even_shard(
     )
     made.__dict__.update(param.__dict__)
     return made
-
-
-def become_shard(aliases: Sequence[DTensor], param: nn.Parameter) -> None:
-    """Make the tensors of state dicts aliases of the parameter, which was cut again."""
-    for alias in aliases:
-        swap_tensors(alias, described(param.detach()))
 
 
 def _gathered_rows(rows: torch.Tensor, shape: Sequence[int], axis: Axis) -> torch.Tensor:

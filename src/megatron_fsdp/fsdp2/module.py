@@ -126,7 +126,7 @@ class ShardedModule(FSDPModule):
             ConfigurationError: Parameters of the module have meshes of their own (a ValueError).
         """
         state = self._get_fsdp_state()
-        if state.has_several_meshes:
+        if any(plans is not state.plans for plans in state.other_plans):
             raise ConfigurationError(
                 "set_all_reduce_hook of a module whose parameters have several meshes would not say which was reduced; "
                 "shard the parameters of each mesh by a call of their own"
@@ -216,7 +216,10 @@ class _Unsharding(UnshardHandle):
     def wait(self) -> None:
         """Wait for the weights, and show the full parameters in the module."""
         if self._state is not None:
-            self._state.show_unsharded()
+            engine, unit = self._state.finished(), self._state.unit
+            assert unit is not None
+            engine.executor.run(engine.scheduler.weights_requested(unit.index))
+            unit.to_unsharded()
             self._state = None
 
 

@@ -108,13 +108,16 @@ def fully_shard(
             "tensor-parallel one"
         )
     mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    _check_policies(mp_policy, offload_policy)
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy={mp_policy!r} is no torch.distributed.fsdp.MixedPrecisionPolicy; give that")
+    if not isinstance(offload_policy, OffloadPolicy | None):
+        raise TypeError(f"offload_policy={offload_policy!r} is no OffloadPolicy; give CPUOffloadPolicy() or nothing")
     mesh = _all_ranks() if mesh is None else mesh
     _check_mesh(mesh)
     ignored = frozenset(map(id, ignored_params or ()))
     owned = list(_owned(modules, ignored))
     meshes = _meshes(shard_placement_fn, [param for _, param, _ in owned], mesh)
-    tensor_parallel = _tensor_parallel(param for _, param, _ in owned)
+    tensor_parallel = next((param.device_mesh for _, param, _ in owned if isinstance(param, DTensor)), None)
     plans, *own_plans = (MeshPlans.of(each, tensor_parallel) for each in (mesh, *meshes))
     sharding, *shardings = (
         _sharding(each, mp_policy, offload_policy, resolve_device(None, mesh.device_type))
@@ -138,13 +141,20 @@ def fully_shard(
             mark_replaced(name, param)
             even.set(shard)
             even.follow_state_dicts()
-    left_out = list(_places_of(ignored, modules))
-    all_plans = (plans, *own_plans)
-    state = ShardState(modules, params, _inner_states(modules), all_plans, sharding, mp_policy, reshards, left_out)
+    inside = [part for each in modules for part in each.modules()]
+    # Places instead of parameters: other objects may be put there, as from the meta device.
+    left_out = [
+        Owner.of(part, attribute)
+        for part in inside
+        for attribute, param in part._parameters.items()
+        if id(param) in ignored
+    ]
+    inner = list(dict.fromkeys(state for part in inside if (state := state_of(part)) is not None))
+    state = ShardState(modules, params, inner, (plans, *own_plans), sharding, mp_policy, reshards, left_out)
     for each in modules:
         move_buffers(each, sharding.device)
-        for inside in each.modules():
-            inside.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)  # for dynamo
+        for part in each.modules():
+            part.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)  # for dynamo
         become_sharded(each, state)
     if not rests:
         state.shard()
@@ -174,13 +184,6 @@ def _check_module(module: object) -> None:
                 f"{name} of {type(module).__name__} has run already, as the root of its own; shard all modules before "
                 "the first forward"
             )
-
-
-def _check_policies(mp_policy: object, offload_policy: object) -> None:
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy={mp_policy!r} is no torch.distributed.fsdp.MixedPrecisionPolicy; give that")
-    if not isinstance(offload_policy, OffloadPolicy | None):
-        raise TypeError(f"offload_policy={offload_policy!r} is no OffloadPolicy; give CPUOffloadPolicy() or nothing")
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
@@ -218,14 +221,6 @@ def _owned(modules: list[nn.Module], ignored: frozenset[int]) -> Iterator[tuple[
     return ((name, param, tuple(owners.values())) for name, param, owners in found.values())
 
 
-def _places_of(ids: frozenset[int], modules: list[nn.Module]) -> Iterator[Owner]:
-    """Iterate over the places of parameters: other objects may be put there, as from the meta device."""
-    for part in (part for each in modules for part in each.modules()):
-        for attribute, param in part._parameters.items():
-            if id(param) in ids:
-                yield Owner.of(part, attribute)
-
-
 def _check_parameter(name: str, param: nn.Parameter) -> None:
     if (taken := replaced_name(param)) is not None:
         raise ConfigurationError(
@@ -255,16 +250,6 @@ def _has_extensions(
                 "device, beside tensor parallelism, or with offloaded weights; give a plain parameter"
             )
     return found
-
-
-def _inner_states(modules: list[nn.Module]) -> list[ShardState]:
-    found = {id(state): state for each in modules for part in each.modules() if (state := state_of(part)) is not None}
-    return list(found.values())
-
-
-def _tensor_parallel(params: Iterator[nn.Parameter]) -> DeviceMesh | None:
-    """Return the mesh over which parameters are DTensors already; None if none is."""
-    return next((param.device_mesh for param in params if isinstance(param, DTensor)), None)
 
 
 def _meshes(

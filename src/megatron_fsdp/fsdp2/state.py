@@ -29,13 +29,15 @@ from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions, WeightAllocator
 from megatron_fsdp.config.switches import resolve_verify_ranks
+from megatron_fsdp.dtensor.expert_names import described
+from megatron_fsdp.dtensor.tensor import swap_tensors
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.hooks import is_compiled_in_place, uncompiled
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Owner, Unit, joined_late
 from megatron_fsdp.errors import ConfigurationError, DoorWords, ScheduleError, warn_caller
-from megatron_fsdp.fsdp2.even import EvenParameter, become_shard
+from megatron_fsdp.fsdp2.even import EvenParameter
 from megatron_fsdp.optim.state_dict import cut_state
 from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all, rank_mesh_of
 from megatron_fsdp.wrap.in_place import WITHOUT_JOIN, KnownPlans, finish_in_place, shard_in_place
@@ -104,7 +106,9 @@ class ShardState:
         ignored: Sequence[Owner],
     ) -> None:
         self.params = params
-        self.plans, *self._other_plans = plans  # all are kept, so that the next call finds them
+        self.plans, *self.other_plans = (
+            plans  # kept, so that the next call finds them; others: of parameters' own meshes
+        )
         self.sharding = sharding
         self.reshard_after_forward, self.reshard_after_backward = reshard_after_forward, True
         self.mode = SyncMode()
@@ -194,7 +198,11 @@ class ShardState:
             engine.config_notes = (INSTALLED,)
         for state in states:
             state.is_finished = True
-            state._after_finish()
+            state.keep_gathered()
+            for handle in state._first_hooks:
+                handle.remove()
+            for module in state.modules if state.is_root else ():  # behind the engine's hook
+                module.register_forward_hook(state._reshard_root)
         return engine
 
     def _facts(self, path: str) -> dict[str, str]:
@@ -267,7 +275,8 @@ class ShardState:
             group.sharded[index].grad = group.shard_like(index, full)
         for key, tensors in aliases.items():
             group, index = unit.group_and_index[key]
-            become_shard(tensors, group.sharded[index])
+            for tensor in tensors:  # of state dicts, which follow
+                swap_tensors(tensor, described(group.sharded[index].detach()))
         if shared:
             warn_caller(
                 f"tensors of this program share memory with {shared[0]} and {len(shared) - 1} more parameters, which "
@@ -280,11 +289,6 @@ class ShardState:
         self.params.clear()
         _unfinished().discard(self)
 
-    @property
-    def has_several_meshes(self) -> bool:
-        """True if parameters have meshes of their own."""
-        return any(plans is not self.plans for plans in self._other_plans)
-
     def set_after_reduction(self, hook: Callable[[torch.Tensor], None] | None) -> None:
         """Call a hook with this rank's part of each reduced gradient from now on."""
         self._after_reduction = hook
@@ -294,13 +298,6 @@ class ShardState:
 
     def _divided(self, sharding: Sharding) -> Sharding:
         return sharding if self.divisor is None else with_factor(sharding, self.divisor)
-
-    def _after_finish(self) -> None:
-        self.keep_gathered()
-        for handle in self._first_hooks:
-            handle.remove()
-        for module in self.modules if self.is_root else ():  # behind the engine's hook
-            module.register_forward_hook(self._reshard_root)
 
     def _reshard_root(self, *_unused: Any) -> None:
         if self.reshard_after_forward:
@@ -320,13 +317,6 @@ class ShardState:
             engine.refresh_weights()
             engine.executor.all_gather_outer()
         engine.executor.run(engine.scheduler.prefetch_requested(self.unit.index))
-
-    def show_unsharded(self) -> None:
-        """Wait for the weights, and put the full parameters into the modules."""
-        engine = self.finished()
-        assert self.unit is not None
-        engine.executor.run(engine.scheduler.weights_requested(self.unit.index))
-        self.unit.to_unsharded()
 
     def reshard(self) -> None:
         """Put the sharded parameters into the modules, and free the full ones unless they are in use."""
@@ -446,7 +436,11 @@ def finish_models_of(optimizer: torch.optim.Optimizer) -> None:
     """Finish the trees that an optimizer holds parameters of, as their first forward would. Collective, then."""
     states = _unfinished()
     held = {id(param) for group in optimizer.param_groups for param in group["params"]} if states else set()
-    waiting = [state for state in states if any(not held.isdisjoint(each.held_ids) for each in state.params)]
+    waiting = [
+        state
+        for state in states
+        if any(id(owner.parameters.get(owner.attribute)) in held for each in state.params for owner in each.owners)
+    ]
     for state in sorted(waiting, key=lambda state: state.number):  # in one order on all ranks
         if not state.is_finished:
             state.finished()

@@ -105,20 +105,31 @@ class AdamW8bit(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        codes = functools.cache(_codes_on)  # for this step: once a device, not once a parameter
+        # Of both moments; for this step: once a device, not once a parameter.
+        codes = functools.cache(lambda device: (_Code.on(True, device), _Code.on(False, device)))
         shards: list[_LocalShard] = []
         error: Exception | None = None
         try:
             for group in self.param_groups:
                 float(group["lr"])
-                found = (param for param in group["params"] if param.grad is not None)
-                shards += [_LocalShard(param, group, self._state_of(param), codes) for param in found]
+                for param in group["params"]:
+                    if param.grad is None:
+                        continue
+                    state: dict[str, Any] = self.state[param]
+                    if not state:
+                        if (problem := _problem(param)) is not None:
+                            raise ConfigurationError(f"AdamW8bit was given {problem}")
+                        state.update(self.first_state(param))
+                    shards.append(_LocalShard(param, group, state, codes))
         except Exception as met:  # noqa: BLE001 - the ranks that share blocks must raise, too
             error = met
         self.agree(error)
-        shared = _shared(shards)
+        shared: dict[tuple[dist.ProcessGroup, ...], list[_LocalShard]] = {}  # those with blocks of several ranks
+        for shard in shards:
+            if shard.straddling:
+                shared.setdefault(shard.groups, []).append(shard)
         for are_new in (False, True):
-            for members in shared:
+            for members in shared.values():
                 _share_scales(members, are_new)
         for shard in shards:
             shard.update()
@@ -136,14 +147,6 @@ class AdamW8bit(Optimizer):
         ask([(group, Met.of(error)) for group in groups], judge_met, error)
         if error is not None:  # where nothing is shared
             raise error
-
-    def _state_of(self, param: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[param]
-        if not state:
-            if (problem := _problem(param)) is not None:
-                raise ConfigurationError(f"AdamW8bit was given {problem}")
-            state.update(self.first_state(param))
-        return state
 
     def first_state(self, param: Tensor) -> dict[str, Any]:
         """Return the state of a parameter before its first step."""
@@ -339,11 +342,6 @@ class _Code:
         return torch.bucketize(values, self.thresholds, out_int32=True).to(torch.uint8)
 
 
-def _codes_on(device: torch.device) -> tuple[_Code, _Code]:
-    """Return the codes of both moments."""
-    return _Code.on(True, device), _Code.on(False, device)
-
-
 # ---- one step --------------------------------------------------------------------------------------------------------
 
 
@@ -459,15 +457,6 @@ def _local_of(value: Tensor) -> Tensor:
     """Return this rank's elements of a tensor, without history."""
     local: Tensor = value._local_tensor if isinstance(value, DTensor) else value
     return local.detach()  # shares the version counter, by which writes are noticed
-
-
-def _shared(shards: Sequence[_LocalShard]) -> list[list[_LocalShard]]:
-    """Return the local shards with shared blocks, by the groups of ranks that share them."""
-    found: dict[tuple[dist.ProcessGroup, ...], list[_LocalShard]] = {}
-    for shard in shards:
-        if shard.straddling:
-            found.setdefault(shard.groups, []).append(shard)
-    return list(found.values())
 
 
 def _share_scales(shards: Sequence[_LocalShard], are_new: bool) -> None:

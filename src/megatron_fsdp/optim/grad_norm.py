@@ -50,7 +50,7 @@ def clip_gradients(engine: Engine, max_norm: float, norm_type: float, error_if_n
     local = [shard for found in shards.values() for shard in found]
     if math.isfinite(max_norm) and local:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        if not is_known_to_be_one(factor):
+        if not (factor.is_cpu and has_values(factor) and factor.item() == 1.0):  # reading it costs no device sync
             for device in dict.fromkeys(shard.device for shard in local):  # more than one where a part is offloaded
                 torch._foreach_mul_([shard for shard in local if shard.device == device], factor.to(device))
     return norm
@@ -90,11 +90,6 @@ def _check(engine: Engine, max_norm: float, norm_type: float) -> None:
             f'norm_type={norm_type} of a model with deterministic="world": only norms 2 and infinity are the same bits '
             "on any number of ranks; give one of them"
         )
-
-
-def is_known_to_be_one(factor: torch.Tensor) -> bool:
-    """Return True if a factor is 1 and can be read without a device sync."""
-    return factor.is_cpu and has_values(factor) and factor.item() == 1.0
 
 
 def _local_shards(engine: Engine) -> dict[ProcessGroups, list[torch.Tensor]]:

@@ -694,14 +694,13 @@ def move_to_sharded(
         group["params"][:] = [replacements[id(param)] for param in originals]
         for original, param in zip(originals, group["params"], strict=True):
             if original in state:
+                like = original.shape if original.dim() else None
                 optimizer.state[param] = {
-                    key: shard_state(param, value) if key in sharded or _is_like(value, original) else value
+                    key: shard_state(param, value)
+                    if key in sharded or (isinstance(value, torch.Tensor) and value.shape == like)
+                    else value
                     for key, value in state[original].items()
                 }
-
-
-def _is_like(value: object, param: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and param.dim() > 0 and value.shape == param.shape
 
 
 def connect(optimizer: Optimizer, engine: Engine) -> None:

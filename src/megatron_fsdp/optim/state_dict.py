@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from megatron_fsdp.comm.agreement import Groups, Problem, ask
-from megatron_fsdp.dtensor.shard_spec import exclude_from_save
+from megatron_fsdp.dtensor.shard_spec import no_write_items
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.errors import CheckpointError, warn_caller
@@ -80,7 +80,11 @@ def as_held(
     problem = next(filter(None, (other_shards(value, spec) for _, value, spec in slots)), None)
     cut = tuple(number for number, value, _ in slots if is_cut_by_torch(value))  # gathered one after another
     ask([(group, (problem, cut)) for group in ranks()], _problem_of_load)
-    return _without_blank_momentum(optimizer, _with_shards(optimizer, held))
+    state = dict(held["state"])
+    for param, number in _numbered(optimizer, held):
+        if number in state and isinstance(param, DTensor):
+            state[number] = {key: _cut_as(param, key, value) for key, value in state[number].items()}
+    return _without_blank_momentum(optimizer, {**held, "state": state})
 
 
 def _problem_of_load(reports: Sequence[tuple[str | None, tuple[Any, ...]]]) -> Problem | None:
@@ -132,15 +136,6 @@ def _warn_of_lost_state(optimizer: Optimizer, state_dict: StateDict) -> None:
                 "so torch.distributed.checkpoint.load had none to fill, and moments start from zero; load with "
                 "megatron_fsdp.checkpoint.load_checkpoint, which makes state out of what the checkpoint holds"
             )
-
-
-def _with_shards(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    """Cut state as its parameters are, where it is whole or cut otherwise; the rest stays as it is."""
-    state = dict(state_dict["state"])
-    for param, number in _numbered(optimizer, state_dict):
-        if number in state and isinstance(param, DTensor):
-            state[number] = {key: _cut_as(param, key, value) for key, value in state[number].items()}
-    return {**state_dict, "state": state}
 
 
 def cut_state(optimizer: Optimizer) -> None:
@@ -210,17 +205,13 @@ def with_blank_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     for owner, group, packed in zip(owners, optimizer.param_groups, state_dict["param_groups"], strict=True):
         is_known = is_known_without_a_step(owner) and not isinstance(owner, torch.optim.Adagrad)  # which has it at once
         for param, number in zip(group["params"], packed["params"], strict=True):
-            makes = is_known and (param.requires_grad or _was_trainable(param))
+            held_by, _ = engine_of(param).group_and_index[id(param)]
+            # One that was frozen after the model was sharded may have been trained before.
+            makes = is_known and (param.requires_grad or held_by.gradients is not None)
             found = had.get(number) or (_first_state(owner, group, param) if makes else None)
             if found:
                 state[number] = found
     return {**state_dict, "state": {**state, **had}}
-
-
-def _was_trainable(param: torch.Tensor) -> bool:
-    """Return True for a parameter that was frozen after the model was sharded, and may have been trained before."""
-    group, _ = engine_of(param).group_and_index[id(param)]
-    return group.gradients is not None
 
 
 def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
@@ -241,7 +232,7 @@ def _saved_by_holders(param: torch.Tensor, made: dict[str, Any]) -> dict[str, An
     if isinstance(param, DTensor) and param.numel() and not param._local_tensor.numel():
         for value in made.values():
             if not isinstance(value, DTensor):
-                exclude_from_save(value)  # ranks that hold elements save the step count
+                value.__create_write_items__ = no_write_items  # ranks that hold elements save the step count
     return made
 
 

@@ -267,9 +267,6 @@ class _Unit:
 
     outer_buffer_of = bucket_of
 
-    def needs_bucket(self, defer: bool) -> bool:
-        return not defer and not self.has_unreduced_gradient
-
     def begin(self, bucket: object) -> None:
         """Allocate gradients: a bucket, or whole gradients if reduction is deferred."""
         self.is_filling = True

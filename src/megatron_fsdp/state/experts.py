@@ -136,14 +136,6 @@ def state_as_saved(
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def names_as_saved(
-    optimizer: torch.optim.Optimizer, known: Mapping[int, str], names: ExpertNames
-) -> list[list[str]] | None:
-    """Return names over all ranks by the numbers of `state_as_saved`; None if there is no such list."""
-    _, numbering = _number(optimizer, known, names)
-    return None if numbering.problem is not None else numbering.groups
-
-
 def state_as_held(
     optimizer: torch.optim.Optimizer, state_dict: StateDict, known: Mapping[int, str], names: ExpertNames
 ) -> StateDict:
@@ -225,4 +217,7 @@ class CheckpointNames:
     def of_optimizer(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
         """Return names by the numbers of `optimizer.state_dict()`, in groups; None if these are this rank's alone."""
         names = self._engine.expert_names
-        return None if names.is_trivial else names_as_saved(optimizer, self._engine.sharded_names(), names)
+        if names.is_trivial:
+            return None
+        _, numbering = _number(optimizer, self._engine.sharded_names(), names)
+        return None if numbering.problem is not None else numbering.groups

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 
@@ -268,19 +268,14 @@ def _stream(engine: Engine, entries: Sequence[Entry], bucket_bytes: int) -> Iter
     alike = groupby(entries, lambda entry: (id(entry.group), entry.shard.dtype, entry.parts is not None))
     for (_, dtype, _), run in alike:
         for bucket in cut_into_buckets(run, bucket_bytes // 2, dtype):
-            check_unwritten(engine, bucket)
+            for entry in bucket:  # as by `param.data.mul_()` or clipping
+                if local_part(entry.tensor)._version != entry.version:
+                    engine.refuse_open_pass(f"{entry.name} was written to")
             full = gather(bucket, dtype, bucket_bytes // 2)
             assert full is not None
             full.reverse()
             for entry in bucket:
                 yield entry.name, full.pop()[0]
-
-
-def check_unwritten(engine: Engine, entries: Iterable[Entry]) -> None:
-    """Raise if tensors were written to since the iteration began, as by `param.data.mul_()` or clipping."""
-    for entry in entries:
-        if local_part(entry.tensor)._version != entry.version:
-            engine.refuse_open_pass(f"{entry.name} was written to")
 
 
 def check_bucket_bytes(bucket_bytes: object) -> None:

@@ -76,14 +76,6 @@ def other_shards(value: object, spec: ShardSpec) -> str | None:
     )
 
 
-def are_from_file(values: Iterable[object]) -> bool:
-    """Return True if shards were unpickled, as from one file that all ranks read."""
-    return any(
-        isinstance(value, UnevenDTensor) and value.shard_spec.is_from_file and not value.shard_spec.is_whole
-        for value in values
-    )
-
-
 def describe_in_state_dicts(unit: Unit, modules: Iterable[nn.Module]) -> None:
     """Save the sharded parameters of a unit in state dicts of its modules and of their parts.
 
@@ -226,21 +218,14 @@ def load_shards(
                 "of flat buffers; load with assign=False, which copies"
             )
     state_dict = _recut(engine, state_dict)
-    refuse_load(engine, _problem_of_load(engine, wrapper, load, state_dict, strict), are_from_file(state_dict.values()))
+    problem = _problem_of_load(engine, wrapper, load, state_dict, strict)
+    shards = [value.shard_spec for value in state_dict.values() if isinstance(value, UnevenDTensor)]
+    # Shards that were unpickled are of one file, which all ranks read.
+    groups = engine.reaching_all if any(spec.is_from_file and not spec.is_whole for spec in shards) else (None,)
+    ask([(group, None if problem is None else (CheckpointError, problem)) for group in groups], first_problem)
     result = load(state_dict, strict)
     engine.install_main_weights()
     return result
-
-
-def refuse_load(engine: Engine, problem: str | None, is_from_file: bool) -> None:
-    """Raise the problem of a state dict; on all ranks together, if it comes from a file.
-
-    Raises:
-        CheckpointError: There is a problem here, or, with `is_from_file`, on any rank.
-    """
-    groups = engine.reaching_all if is_from_file else (None,)
-    found = None if problem is None else (CheckpointError, problem)
-    ask([(group, found) for group in groups], first_problem)
 
 
 def _is_of_torch(value: object) -> bool:

@@ -191,12 +191,7 @@ def _digests(engine: Engine, locals_of: Locals) -> dict[str, str]:
             for ranks in over:
                 dist.all_reduce(found, group=ranks)
     total = torch.stack(list(sums.values())).sum(0)
-    return {label: in_hex(value) for label, value in zip(labels, total.tolist(), strict=True)}
-
-
-def in_hex(value: int) -> str:
-    """Return 64 bits as 16 hexadecimal digits."""
-    return f"{value & (1 << 64) - 1:016x}"
+    return {label: f"{value & (1 << 64) - 1:016x}" for label, value in zip(labels, total.tolist(), strict=True)}
 
 
 def shared_out_over(group: ParameterGroup, index: int) -> ProcessGroups:

@@ -131,12 +131,6 @@ def _check_parameters(params: Mapping[str, nn.Parameter], label: str) -> None:
             )
 
 
-def outermost_units(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return those sharded modules that are inside of no other, in order."""
-    inside = {id(part) for module in modules for part in module.modules() if part is not module}
-    return [module for module in modules if id(module) not in inside]
-
-
 def units_inside(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, Unit]]:
     """Iterate over the units of a module tree: path, module and unit, outer ones first."""
     for path, module in root.named_modules(prefix=prefix):

@@ -37,7 +37,6 @@ from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, has_c
 from megatron_fsdp.formats.delayed_linear import delayed_weight_gradients
 from megatron_fsdp.formats.fp8_linear import encoded_parameters
 from megatron_fsdp.formats.tensor_extensions import (
-    TensorExtension,
     check_extensions,
     extension_format,
     find_tensor_extensions,
@@ -72,10 +71,6 @@ class Grouping(ModuleEvents, ABC):
     def plan(self, module: nn.Module, sharding: ModelSharding) -> UnitPlan:
         """Return the units of a model, the root first; raise if it cannot be grouped so; the model is only read."""
 
-    def unmerged(self) -> Grouping:
-        """Return the grouping that merges no units."""
-        return self
-
     def cut_numel(self, num_ranks: int) -> int | None:  # noqa: ARG002
         """Return the elements at which the root's parameters are cut into groups; None: never."""
         return None
@@ -93,10 +88,6 @@ class UnitGrouping(Grouping):
         dense = sharding.dense.rank_mesh
         alike = sharding.experts is None and dense.tensor_parallel is None
         return plan_units(module, self.unit_modules, self.memory, dense.num_ranks, shapes_are_alike=alike)
-
-    def unmerged(self) -> UnitGrouping:
-        """Return the grouping that merges no units."""
-        return replace(self, memory=replace(self.memory, message_bytes=0))
 
     def cut_numel(self, num_ranks: int) -> int | None:
         """Return the elements at which the root's parameters are cut into groups; None: never."""
@@ -150,7 +141,7 @@ def assemble(
     delays = options.delay_wgrad_compute and not in_place
     with delayed_weight_gradients(module) if delays else nullcontext() as delayed:
         sharding = _sharding(module, options, dist_index, device)
-        plan, formats = _plan_together(module, grouping.unmerged() if in_place else grouping, sharding, mode)
+        plan, formats = _plan_together(module, grouping, sharding, mode)
         if in_place:
             _refuse_in_place(plan, sharding, formats)
         move_buffers(module, device)
@@ -293,22 +284,13 @@ def _plan_together(
         }
         facts["sync_model_each_microbatch"] = str(mode.auto_sync)
         facts[FOLDER_VARIABLE] = "set" if keeps_log else "not set"
-    return plan, {**formats, **_extension_formats(extensions, params, sharding)}
-
-
-def _extension_formats(
-    extensions: Mapping[str, TensorExtension], params: Mapping[str, nn.Parameter], sharding: ModelSharding
-) -> dict[str, WeightFormat]:
-    """Find the format of each tensor extension by encoding a row; the same answer or error on every rank."""
-    formats: dict[str, WeightFormat] = {}
     if extensions:
-        with all_agree(DOING, sharding.ranks.reaching_all):
+        with all_agree(DOING, sharding.ranks.reaching_all):  # each encodes a row
             dense = sharding.dense.rank_mesh
             mesh = dense.described_mesh[(dense.names[-1],)]
-            formats.update(
-                (name, extension_format(extension, params[name], mesh)) for name, extension in extensions.items()
-            )
-    return formats
+            for name, extension in extensions.items():
+                formats[name] = extension_format(extension, params[name], mesh)
+    return plan, formats
 
 
 def _check_options(sharding: ModelSharding) -> None:

@@ -167,7 +167,8 @@ def agreed(told: Mapping[Ranks, Mapping[int, Any]], error: Exception | None) -> 
     this library, which each raises itself.
     """
     met = Met.of(error)
-    found = ask([(ranks.group, (met, dict(here))) for ranks, here in told.items()], _judge_step, error)
+    reports = [(ranks.group, (met, dict(here))) for ranks, here in told.items()]
+    found = ask(reports, lambda everyone: judge_met([each for each, _ in everyone]), error)
     return {
         ranks: {number: value for _, part in everyone for number, value in part.items()}
         for ranks, everyone in zip(told, found, strict=True)
@@ -193,10 +194,6 @@ def judge_met(everyone: Sequence[Met]) -> Problem | None:
     if not failed or (everyone[0].is_ours and set(everyone) == {everyone[0]}):
         return None
     return RankError, f"the optimizer's step failed ({'; '.join(failed)}); no weights were changed on any rank"
-
-
-def _judge_step(reports: Sequence[tuple[Met, Any]]) -> Problem | None:
-    return judge_met([met for met, _ in reports])
 
 
 class Exchange:
