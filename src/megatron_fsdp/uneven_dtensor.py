@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp.comm.agreement import Groups, agreed, gather_over
 from megatron_fsdp.comm.axis import is_simulated
-from megatron_fsdp.dtensor.foreign import asked_chunk, boxes_here, sharded_dims
 from megatron_fsdp.dtensor.shard_spec import ShardSpec, cut_up, describe_chunks, gather_full, gather_padded
-from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, asked_chunk, boxes_here, sharded_dims
 from megatron_fsdp.errors import warn_caller
 from megatron_fsdp.sharding.mesh import ranks_of
 from megatron_fsdp.sharding.shards import (
@@ -262,7 +261,7 @@ def split_dtensor(
         if isinstance(tensor, UnevenDTensor):
             piece = _own_piece(tensor, dim, start, stop)
         else:
-            piece = _foreign_piece(tensor, dim, start, stop, offset)
+            piece = _stock_piece(tensor, dim, start, stop, offset)
         yield describe_chunks(piece, boxes_here(piece)) if update_uneven_dtensor_chunk_meta else piece
 
 
@@ -285,7 +284,7 @@ def _own_piece(tensor: UnevenDTensor, dim: int, start: int, stop: int) -> DTenso
     return UnevenDTensor.wrap(piece.view(new.local_shape), ShardSpec(tensor.device_mesh, new))
 
 
-def _foreign_piece(tensor: DTensor, dim: int, start: int, stop: int, offset: int) -> DTensor:
+def _stock_piece(tensor: DTensor, dim: int, start: int, stop: int, offset: int) -> DTensor:
     local = tensor._local_tensor
     first = min(max(start - offset, 0), local.shape[dim])
     last = min(max(stop - offset, first), local.shape[dim])

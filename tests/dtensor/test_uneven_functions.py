@@ -1,4 +1,4 @@
-"""`megatron_fsdp.uneven_dtensor` on tensors of this library and on foreign ones, by values, on gloo."""
+"""`megatron_fsdp.uneven_dtensor` on tensors of this library and on stock DTensors, by values, on gloo."""
 
 import math
 import warnings
@@ -20,7 +20,7 @@ from tests.support.on_ranks import local_of, on_ranks
 from tests.support.uneven import CASES, make_mesh
 
 
-def foreign(mesh: DeviceMesh, whole: Tensor, lengths: list[list[int]], placements: list[Placement]) -> DTensor:
+def stock(mesh: DeviceMesh, whole: Tensor, lengths: list[list[int]], placements: list[Placement]) -> DTensor:
     """A stock DTensor by from_local: mesh dim after mesh dim cut into lengths of its own."""
     local = whole
     coordinate = mesh.get_coordinate()
@@ -34,16 +34,16 @@ def foreign(mesh: DeviceMesh, whole: Tensor, lengths: list[list[int]], placement
     return DTensor.from_local(local.clone().contiguous(), mesh, placements, shape=whole.shape, stride=stride)
 
 
-def foreign_cases() -> list[tuple[DTensor, Tensor]]:
+def stock_cases() -> list[tuple[DTensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(10, 6, generator=generator)
     flat, square = make_mesh((4,)), make_mesh((2, 2))
     return [
-        (foreign(flat, whole, [[1, 5, 0, 4]], [Shard(0)]), whole),
-        (foreign(flat, whole, [[3, 0, 0, 3]], [Shard(1)]), whole),
-        (foreign(square, whole, [[3, 7], [1, 5]], [Shard(0), Shard(1)]), whole),
-        (foreign(square, whole, [[3, 2], [1, 2]], [Shard(0), Shard(0)]), whole),
-        (foreign(square, whole, [[], [2, 8]], [Replicate(), Shard(0)]), whole),
+        (stock(flat, whole, [[1, 5, 0, 4]], [Shard(0)]), whole),
+        (stock(flat, whole, [[3, 0, 0, 3]], [Shard(1)]), whole),
+        (stock(square, whole, [[3, 7], [1, 5]], [Shard(0), Shard(1)]), whole),
+        (stock(square, whole, [[3, 2], [1, 2]], [Shard(0), Shard(0)]), whole),
+        (stock(square, whole, [[], [2, 8]], [Replicate(), Shard(0)]), whole),
         (DTensor.from_local(whole.clone(), flat, [Replicate()]), whole),
     ]
 
@@ -55,7 +55,7 @@ def own_cases() -> list[tuple[DTensor, Tensor]]:
 @on_ranks(4)
 def test_any_uneven_dtensor_is_gathered_whole() -> None:
     wrong = []
-    for index, (tensor, whole) in enumerate([*foreign_cases(), *own_cases()]):
+    for index, (tensor, whole) in enumerate([*stock_cases(), *own_cases()]):
         uneven_dtensor.validate_uneven_dtensor(tensor)
         if not torch.equal(uneven_dtensor.uneven_dtensor_to_full_tensor(tensor), whole):
             wrong.append(f"{index} full")
@@ -76,7 +76,7 @@ def test_any_uneven_dtensor_is_gathered_whole() -> None:
 @on_ranks(4)
 def test_chunks_are_where_the_values_are() -> None:
     wrong = []
-    for index, (tensor, whole) in enumerate([*foreign_cases(), *own_cases()]):
+    for index, (tensor, whole) in enumerate([*stock_cases(), *own_cases()]):
         local = local_of(tensor)
         uneven_dtensor.update_uneven_dtensor_chunk_metadata(tensor)
         chunks = local.__create_chunk_list__()  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ def test_chunks_are_where_the_values_are() -> None:
 @on_ranks(4)
 def test_pieces_of_a_split_are_views_of_what_torch_would_split() -> None:
     wrong = []
-    for index, (tensor, whole) in enumerate([*foreign_cases(), *own_cases()]):
+    for index, (tensor, whole) in enumerate([*stock_cases(), *own_cases()]):
         inside_rows = isinstance(tensor, UnevenDTensor) and tensor.shard_spec.description.is_cut_inside_rows
         for dim in range(tensor.ndim):
             sizes = [1, 0, whole.shape[dim] - 1] if (index + dim) % 2 else 2
@@ -127,14 +127,14 @@ def test_pieces_of_a_split_are_views_of_what_torch_would_split() -> None:
 
 
 def save(folder: str) -> None:
-    state = {str(index): tensor for index, (tensor, _) in enumerate([*foreign_cases(), *own_cases()])}
+    state = {str(index): tensor for index, (tensor, _) in enumerate([*stock_cases(), *own_cases()])}
     nested: dict[str, Any] = {"model": state}
     assert uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(nested) is nested
     dcp.save(nested, checkpoint_id=folder)
 
 
 def load(folder: str) -> list[bool]:
-    targets = [*foreign_cases(), *own_cases()]
+    targets = [*stock_cases(), *own_cases()]
     empty = {str(index): torch.zeros_like(whole) for index, (_, whole) in enumerate(targets)}
     dcp.load({"model": empty}, checkpoint_id=folder)
     same = [torch.equal(empty[str(index)], whole) for index, (_, whole) in enumerate(targets)]

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from megatron_fsdp.errors import CheckpointError
 
-FOREIGN_PACKAGES = frozenset({"megatron", "transformer_engine", "apex", "modelopt", "nvidia_resiliency_ext", "nemo"})
+OTHER_PACKAGES = frozenset({"megatron", "transformer_engine", "apex", "modelopt", "nvidia_resiliency_ext", "nemo"})
 """Packages whose classes a checkpoint may name: they are never imported, and their objects are kept as `Opaque`."""
 
 _PLANNING = "torch.distributed.checkpoint."
@@ -279,7 +279,7 @@ class RestrictedUnpickler(pickle._Unpickler):
         super().__init__(io.BytesIO(raw))
         self.where = where
         self._budget = ReadingBudget(len(raw), where)
-        self._foreign: dict[tuple[str, str], type[Opaque]] = {}
+        self._opaque: dict[tuple[str, str], type[Opaque]] = {}
 
     def load(self) -> Any:
         """Run the pickle."""
@@ -304,10 +304,10 @@ class RestrictedUnpickler(pickle._Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Return the entry of the table."""
         name = (module_name, global_name)
-        found = _NAMES.get(name) or self._foreign.get(name)
-        is_foreign = module_name.startswith(_PLANNING) or module_name.partition(".")[0] in FOREIGN_PACKAGES
-        if found is None and is_foreign:
-            found = self._foreign[name] = type(global_name, (Opaque,), {"qualified_name": ".".join(name)})
+        found = _NAMES.get(name) or self._opaque.get(name)
+        is_of_others = module_name.startswith(_PLANNING) or module_name.partition(".")[0] in OTHER_PACKAGES
+        if found is None and is_of_others:
+            found = self._opaque[name] = type(global_name, (Opaque,), {"qualified_name": ".".join(name)})
         if found is None:
             raise CheckpointError(
                 f"{self.where} asks to import {printable('.'.join(name))}, which no checkpoint needs; it was not "

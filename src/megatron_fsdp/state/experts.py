@@ -74,15 +74,15 @@ def _stacked_spec(spec: ShardSpec, edges: tuple[int, ...], experts: RankMesh, me
     if len(experts.foreign_groups) != 1:
         return "its ranks lie on several dimensions of the expert mesh"
     (group,) = experts.foreign_groups
-    foreign = _dim_of(mesh, group)
+    expert_dim = _dim_of(mesh, group)
     own = tuple(spec.mesh.mesh_dim_names or ())
-    names = tuple(name for name in mesh.mesh_dim_names or () if name in (foreign, *own))  # torch slices in this order
-    sizes = {foreign: len(edges) - 1, **dict(zip(own, description.use.sizes, strict=True))}
-    places = {foreign: dist.get_rank(group), **dict(zip(own, description.coordinate, strict=True))}
+    names = tuple(name for name in mesh.mesh_dim_names or () if name in (expert_dim, *own))  # as torch slices
+    sizes = {expert_dim: len(edges) - 1, **dict(zip(own, description.use.sizes, strict=True))}
+    places = {expert_dim: dist.get_rank(group), **dict(zip(own, description.coordinate, strict=True))}
     use = MeshUse(
         tuple(sizes[name] for name in names),
         tuple(names.index(own[dim]) for dim in description.use.shard_dims),
-        tensor_dim=names.index(foreign),
+        tensor_dim=names.index(expert_dim),
     )
     return ShardSpec(
         mesh[names],

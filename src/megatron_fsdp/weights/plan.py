@@ -335,19 +335,19 @@ def _numbered_over_ranks(sources: Sequence[Source], groups: Groups) -> list[Sour
     found = []
     for source in sources:
         if source.names[0] in divided:
-            engine, group, index, foreign = divided[source.names[0]]
-            ranks, mesh_dim = dist.get_process_group_ranks(foreign), len(_place_of(group)) - 1
+            engine, group, index, expert_group = divided[source.names[0]]
+            ranks, mesh_dim = dist.get_process_group_ranks(expert_group), len(_place_of(group)) - 1
             names = tuple(of_ranks[rank][source.names[0]] for rank in ranks)
             assert engine.expert_names.plan is not None
             edges = engine.expert_names.plan.stacks.get(group.names[index])
             if edges is not None:
                 rest = source.shape[1:]
                 shapes = tuple((stop - start, *rest) for start, stop in pairwise(edges))
-                parts, shape = Parts(foreign, mesh_dim, 0, shapes), (edges[-1], *rest)
+                parts, shape = Parts(expert_group, mesh_dim, 0, shapes), (edges[-1], *rest)
                 source = replace(source, parts=parts, shape=shape)
             elif len(set(names)) > 1:
                 source = replace(
-                    source, names=names, parts=Parts(foreign, mesh_dim, None, (source.shape,) * len(ranks))
+                    source, names=names, parts=Parts(expert_group, mesh_dim, None, (source.shape,) * len(ranks))
                 )
         found.append(source)
     return found

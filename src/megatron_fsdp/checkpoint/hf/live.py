@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_fsdp.checkpoint.folder import whole_box
 from megatron_fsdp.checkpoint.rearranged import Part
-from megatron_fsdp.dtensor.foreign import boxes_here
-from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.dtensor.tensor import UnevenDTensor, boxes_here
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.sharding.shards import Box
 
