@@ -14,7 +14,7 @@ from megatron_fsdp.plan.machine import GIB, MACHINES, Machine, find_machine
 from megatron_fsdp.plan.models import PRESETS
 from megatron_fsdp.plan.muon import muon_matrices, muon_work
 from megatron_fsdp.plan.planning import plan, plan_workload, recommend
-from megatron_fsdp.plan.replay import INNER, OUTER, Wires
+from megatron_fsdp.plan.replay import INNER, OUTER, Links
 from megatron_fsdp.plan.setup import ParallelRanks, Setup
 from tests.support.zoo import TOWER_FEATURES, Floor, Tower
 from tools.pages import BALANCED_RANKS, balance_rows
@@ -91,19 +91,19 @@ def test_figures_that_cannot_be_are_refused(changes: dict[str, float], words: st
 
 
 def test_collectives_of_one_wire_queue_and_only_waiting_is_exposed() -> None:
-    wires = Wires(lambda axis, _is_expert, sent: sent / (10 if axis == INNER else 1))
-    first = wires.send(INNER, 0, 100, is_gather=True)
-    second = wires.send(INNER, 1, 50, is_gather=False)
-    other = wires.send(OUTER, 1, 3, is_gather=True)
-    wires.now_s += 12.0
-    wires.wait(first)
-    wires.wait(other)
-    assert (wires.now_s, wires.exposed_s) == (12.0, 0.0)
-    wires.wait(second)
-    assert (wires.now_s, wires.exposed_s) == (15.0, 3.0)
-    assert [(t.start_s, t.end_s) for t in wires.transfers] == [(0.0, 10.0), (10.0, 15.0), (0.0, 3.0)]
-    assert wires.send(INNER, 0, 0, is_gather=True) == wires.now_s
-    assert len(wires.transfers) == 3
+    links = Links(lambda axis, _is_expert, sent: sent / (10 if axis == INNER else 1))
+    first = links.send(INNER, 0, 100, is_gather=True)
+    second = links.send(INNER, 1, 50, is_gather=False)
+    other = links.send(OUTER, 1, 3, is_gather=True)
+    links.now_s += 12.0
+    links.wait(first)
+    links.wait(other)
+    assert (links.now_s, links.exposed_s) == (12.0, 0.0)
+    links.wait(second)
+    assert (links.now_s, links.exposed_s) == (15.0, 3.0)
+    assert [(t.start_s, t.end_s) for t in links.transfers] == [(0.0, 10.0), (10.0, 15.0), (0.0, 3.0)]
+    assert links.send(INNER, 0, 0, is_gather=True) == links.now_s
+    assert len(links.transfers) == 3
 
 
 @pytest.mark.full

@@ -266,7 +266,7 @@ class AxisTraffic:
     gathers: int  # collectives that bring weights (or activations) together
     reductions: int  # collectives that add up
     sent_bytes: int  # by this rank
-    seconds: float  # that they take on the wire
+    seconds: float  # that they take on their link
 
 
 @dataclass(frozen=True)

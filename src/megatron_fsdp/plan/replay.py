@@ -1,4 +1,4 @@
-"""A simulated training step: the engine's scheduler and executor, driven by a compute profile, on simulated wires.
+"""A simulated training step: the engine's scheduler and executor, driven by a compute profile, on simulated links.
 
 The engine's own `Scheduler` decides what is gathered, reduced and resharded, and when; its own `Executor` carries that
 out, with gathered weights and buckets on the meta device; its own layouts give the bytes of a collective. This file
@@ -42,8 +42,8 @@ class Transfer:
     end_s: float
 
 
-class Wires:
-    """The clock of the compute side, and a wire per axis, whose collectives follow one another.
+class Links:
+    """The clock of the compute side, and a link per axis, whose collectives follow one another.
 
     `cost` maps (axis, is of experts, bytes that one rank sends) to seconds; waiting advances the clock.
     """
@@ -185,12 +185,12 @@ _Started = tuple[_Work, tuple[()]]
 class _Unit:
     """The executor's view of a unit: one group and its gradients stand for all groups of the unit.
 
-    The methods are those of `engine.unit.Unit` and `engine.gradients`; they put collectives on wires instead of
+    The methods are those of `engine.unit.Unit` and `engine.gradients`; they put collectives on links instead of
     launching them, and count bytes instead of holding tensors.
     """
 
-    def __init__(self, index: int, unit: PlannedUnit, wires: Wires, passing: _Passing) -> None:
-        self.index, self.label, self._wires, self._passing = index, unit.name, wires, passing
+    def __init__(self, index: int, unit: PlannedUnit, links: Links, passing: _Passing) -> None:
+        self.index, self.label, self._links, self._passing = index, unit.name, links, passing
         self.sync_scope = SyncScope.EVERYWHERE  # set for each microbatch
         self.group_plans = groups = unit.groups
         trained = [group for group in groups if group.requires_grad]
@@ -228,7 +228,7 @@ class _Unit:
 
     def _send(self, axis: str, *, is_gather: bool) -> float:
         """Start the collectives of all groups; return the time at which the last one ends."""
-        send = partial(self._wires.send, axis, self.index, is_gather=is_gather)
+        send = partial(self._links.send, axis, self.index, is_gather=is_gather)
         messages = self._messages[axis, is_gather]
         return max((send(sent, is_expert=is_expert) for sent, is_expert in messages), default=0.0)
 
@@ -244,7 +244,7 @@ class _Unit:
             self._gather(OUTER)
 
     def wait_for_outer(self) -> None:
-        self._wires.wait(self._gathered_s[OUTER])
+        self._links.wait(self._gathered_s[OUTER])
 
     def unshard(self, _stream: object, _block: object, _copy_stream: object) -> None:
         self.wait_for_outer()
@@ -255,7 +255,7 @@ class _Unit:
         return sync_scope is SyncScope.NOWHERE
 
     def wait_for_unshard(self) -> None:
-        self._wires.wait(max(self._gathered_s.values()))
+        self._links.wait(max(self._gathered_s.values()))
 
     def reshard(self, loses_memory: bool) -> None:  # noqa: ARG002
         self.transposed.clear()
@@ -290,7 +290,7 @@ class _Unit:
         end_s = self._send(INNER, is_gather=False)
 
         def wait() -> None:
-            self._wires.wait(end_s)
+            self._links.wait(end_s)
             self._passing.borrow(self._local_sum_bytes)
 
         return _Work(wait), ()
@@ -303,7 +303,7 @@ class _Unit:
         end_s = self._send(OUTER, is_gather=False)
 
         def wait() -> None:
-            self._wires.wait(end_s)
+            self._links.wait(end_s)
             self._passing.add(-allocated - self._pending_bytes)
 
         return _Work(wait), ()
@@ -328,8 +328,8 @@ class _Replay:
         self._ranks_of = groups_of(setup.ranks)
         self._exchange_s = _waits(profile, () if setup.overlap_exchanges else exchanges, setup, machine)
         self._saved_bytes = int(profile.kept_bytes * saved_microbatches)
-        self._passing, self._wires = _Passing(), Wires(self._collective_s)
-        self._units = [_Unit(index, unit, self._wires, self._passing) for index, unit in enumerate(model.units)]
+        self._passing, self._links = _Passing(), Links(self._collective_s)
+        self._units = [_Unit(index, unit, self._links, self._passing) for index, unit in enumerate(model.units)]
         self._at = {
             path: unit for unit, planned in zip(self._units, model.units, strict=True) for path in planned.modules
         }
@@ -371,7 +371,7 @@ class _Replay:
         """Record the memory held now, with the peak of transient tensors since the last record."""
         self._moments.append(
             Moment(
-                self._wires.now_s,
+                self._links.now_s,
                 label,
                 activation_bytes,
                 self._executor.weight_memory.held_bytes + sum(sum(each.transposed.values()) for each in self._units),
@@ -385,7 +385,7 @@ class _Replay:
 
     def step(self) -> ReplayedStep:
         """Replay a step and describe it; nothing is in flight between two steps."""
-        self._wires.restart()
+        self._links.restart()
         self._moments: list[Moment] = []
         self._cast_bytes = 0
         for unit in self._units:
@@ -399,7 +399,7 @@ class _Replay:
         borrowed = step_bytes(self._model)
         self._passing.add(borrowed)
         self._note("step", 0)
-        self._wires.now_s += self._optimizer_s()
+        self._links.now_s += self._optimizer_s()
         self._passing.add(-borrowed)
         self._passing.look()
         for unit in self._units:
@@ -411,10 +411,10 @@ class _Replay:
             unit.needs_outer_all_gather = True
         return ReplayedStep(
             tuple(self._moments),
-            tuple(self._wires.transfers),
-            self._wires.now_s,
+            tuple(self._links.transfers),
+            self._links.now_s,
             self._setup.microbatches * sum(map(self._compute_s, self._profile.segments)),
-            self._wires.exposed_s,
+            self._links.exposed_s,
             self._executor.transient_bytes,
         )
 
@@ -422,7 +422,7 @@ class _Replay:
         self._passing.look()
         self._event(segment.event, self._at[self._profile.unit_names[segment.unit]])
         self._note(str(segment), segment.begin_bytes + self._saved_bytes)
-        self._wires.now_s += self._compute_s(segment)
+        self._links.now_s += self._compute_s(segment)
         for owner in (self._owners[name] for name in segment.gradients):
             if not owner.is_filling:
                 self._scheduler.gradient_arrives(owner.index)

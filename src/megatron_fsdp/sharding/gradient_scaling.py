@@ -69,7 +69,7 @@ def gradient_reduction(
     How it is computed:
 
     * sum, then ``1 / D`` on the result: on a shard this is 1 / G of the work of scaling first.
-    * float16 on the wire: ``1 / D`` first, then the sum, since the plain sum may leave the range of float16 (65504);
+    * sent in float16: ``1 / D`` first, then the sum, since the plain sum may leave the range of float16 (65504);
       also where the collective was to average, since some back ends add first and divide afterwards.
     * `scales_first` (`gradient_reduce_div_fusion=False`): ``1 / D`` first for every dtype, in the copy into the bucket;
       the sum cannot leave the range of a single gradient, and each summand is rounded once more.
