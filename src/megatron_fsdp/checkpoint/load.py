@@ -94,12 +94,12 @@ def load_checkpoint(
         notes.append(f"random states: {described}")
         return match, report, objects, restore_rng
 
-    def install() -> None:
+    def load_matched() -> None:
         install_weights = getattr(model, "install_optimized_model_weights", None)
         if install_weights is not None:
             install_weights()
-        for install_part in match.installs:
-            install_part(objects)
+        for loader in match.loaders:
+            loader(objects)
         restore_rng()
 
     compares = "where there is a manifest" if verify is None else str(bool(verify))
@@ -107,7 +107,7 @@ def load_checkpoint(
     asked |= facts_of(optimizer, extra, with_rng)
     match, report, objects, restore_rng = together(doing, prepare, group, asked)
     together(doing, lambda: _noting("a part of it is in memory now: load a whole one", lambda: _read(match)), group)
-    together(doing, lambda: _noting("its weights are in memory now: load a whole one", install), group)
+    together(doing, lambda: _noting("its weights are in memory now: load a whole one", load_matched), group)
     report = replace(report, notes=(*report.notes, *notes))
     return report if naming.place_of(model).size == 1 else report_of_all(report, group)
 
@@ -134,12 +134,12 @@ def _matched(
         )
     match = Match(folder=folder)
     states = match_model(match, model)
-    match.installs += [] if optimizer is None else [OptimizerMatch(match, optimizer, model).install]
-    match.installs += states
+    match.loaders += [] if optimizer is None else [OptimizerMatch(match, optimizer, model).load]
+    match.loaders += states
     for name, target in extra.items():
         found = as_extra(target)
         blank = getattr(found, "blank", None)
-        match.installs.append(match_extra(match, (name,), found.state_dict(), found.load_state_dict, blank))
+        match.loaders.append(match_extra(match, (name,), found.state_dict(), found.load_state_dict, blank))
     asked = {MODEL, ITERATION, RNG, *([] if optimizer is None else [OPTIMIZER]), *extra}
     # No section has a dot in its name; a first part that has is a flat name.
     left = {path_of(folder, key)[0].partition(".")[0] for key in match.keys_below("")} - asked

@@ -26,7 +26,7 @@ def filled(leaves: Leaves, objects: Mapping[str, Any]) -> dict[KeyPath, Any]:
     return {path: objects[leaf] if isinstance(leaf, str) else leaf for path, leaf in leaves.items()}
 
 
-Install = Callable[[Mapping[str, Any]], None]
+Loader = Callable[[Mapping[str, Any]], None]
 """Loads the matched state after everything is read, given the objects by their keys."""
 
 
@@ -34,12 +34,12 @@ Install = Callable[[Mapping[str, Any]], None]
 class Match(Findings):
     """The entries of a folder to read, their destinations, and the misfits (as in `LoadReport`).
 
-    Tensors go to live ones, or to blank ones that are installed once everything is read. `model_keys` are by names
+    Tensors go to live ones, or to blank ones that are loaded from once everything is read. `model_keys` are by names
     without prefixes, of which the checkpoint's model has so many `module.`.
     """
 
     folder: CheckpointFolder
-    installs: list[Install] = field(default_factory=list)
+    loaders: list[Loader] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     objects: set[str] = field(default_factory=set)
     model_keys: dict[str, str] = field(default_factory=dict)
@@ -81,13 +81,13 @@ class Match(Findings):
         return self.reported([*self.tensors, *self.objects], iteration if type(iteration) is int else None)
 
 
-def match_model(match: Match, model: nn.Module) -> list[Install]:
+def match_model(match: Match, model: nn.Module) -> list[Loader]:
     """Match every parameter and buffer of a model; return the `_extra_state` of its modules."""
     live = {key.removeprefix(PREFIX): value for key, value in naming.model_section(model).items()}
     keys = [key.removeprefix(f"{MODEL}.") for key in match.keys_below(f"{MODEL}.")]
     names, match.prefixes = naming.unwrapped(keys, live.__contains__)
     stored = match.model_keys = {name: f"{MODEL}.{full}" for name, full in names.items()}
-    states: list[Install] = []
+    states: list[Loader] = []
     inside: set[str] = set()
     for name, value in live.items():
         key = next((stored[each] for each in naming.stored_names(model, name) if each in stored), None)
@@ -123,7 +123,7 @@ def _set_extra_state(model: nn.Module, name: str, state: Any) -> None:
 
 def match_extra(
     match: Match, head: KeyPath, state: Any, load: Callable[[Any], Any], blank: Callable[..., Any] | None = None
-) -> Install:
+) -> Loader:
     """Match the state of one of the caller's own objects, or the extra state of a module; `load` will load it.
 
     State that only the checkpoint has, and plain tensors of another length, are read unchanged: `load` decides whether
@@ -157,12 +157,12 @@ def match_extra(
         if match.want_tensor(key, here):
             stored[path[cut:]] = here
 
-    def install(objects: Mapping[str, Any]) -> None:
+    def load_filled(objects: Mapping[str, Any]) -> None:
         values = filled(stored, objects)
         if values:  # else the object stays as it is
             load(values[()] if () in values else naming.unflatten(values))
 
-    return install
+    return load_filled
 
 
 def path_of(folder: CheckpointFolder, key: str) -> tuple[str, ...]:

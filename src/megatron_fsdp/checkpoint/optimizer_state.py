@@ -161,10 +161,10 @@ class OptimizerMatch:
             self.kept = set(self._params)
         self._group_options = [self._options_of(*group) for group in enumerate(self._names)]
 
-    def install(self, objects: Mapping[str, Any]) -> None:
+    def load(self, objects: Mapping[str, Any]) -> None:
         """Load state and options by the `load_state_dict` of the optimizer's class, with its hooks.
 
-        Ranks agree on the whole installation, so they do not ask each other inside of it.
+        Ranks agree on the whole load, so they do not ask each other inside of it.
         """
         optimizer, state = self._optimizer, dict[Any, Any]()
         positions = {name: position for position, name in enumerate(self._params)}

@@ -131,7 +131,7 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def hooked(self, model: nn.Module, unit_names: Sequence[str]) -> Iterator[None]:
-        """Install hooks at the same places as the engine's."""
+        """Register hooks at the same places as the engine's."""
         with ExitStack() as hooks:
             for unit, name in enumerate(unit_names):
                 module = model.get_submodule(name)

@@ -525,7 +525,7 @@ def _kind(part: nn.Module, styles: list[str]) -> str | None:
 
 
 def split_tokens(model: nn.Module, region: SequenceRegion, mesh: DeviceMesh) -> None:
-    """Install a region's splits and gathers."""
+    """Register a region's splits and gathers."""
     layers = region.layers.modules()
     layers[0].register_forward_pre_hook(_on_input(partial(_cut, mesh=mesh)), with_kwargs=True)
     layers[-1].register_forward_hook(_on_output(lambda tensor: not_a_view(gather_tokens(tensor, mesh, Replicate()))))
