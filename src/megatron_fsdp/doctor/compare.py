@@ -182,13 +182,13 @@ class _Tensor:
         if not want.dim():
             ratio = float(got) / float(want) if float(want) else math.inf
             return "differs", f"is {float(got):.7g} where one process has {float(want):.7g}", ratio
-        verb, (right, own) = "has", (want.double(), got.double())
+        begins, (right, own) = "has", (want.double(), got.double())
         if self._changes is not None:
-            verb, (right, own) = "has an update with", self._changes
+            begins, (right, own) = "has an update with", self._changes
         norms = float(right.norm()), float(own.norm())
         ratio = norms[1] / norms[0] if norms[0] else math.inf
         cosine = float(right.flatten() @ own.flatten()) / (norms[0] * norms[1]) if all(norms) else 0.0
-        return "differs", f"{verb} {ratio:.5g} times the norm of one process, cosine {cosine:.4g}", ratio
+        return "differs", f"{begins} {ratio:.5g} times the norm of one process, cosine {cosine:.4g}", ratio
 
     def _unreduced(self, want: Tensor, got: Tensor) -> str:
         """Recognise a gradient of only some ranks' samples, if the gradient of each rank is known."""

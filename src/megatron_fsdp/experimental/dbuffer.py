@@ -278,12 +278,12 @@ class DBuffer:
         self._result(view.placements, out, self.dtype).local_buffer.copy_(view.local_buffer)
         return out
 
-    def _source(self, verb: str, axis: int | str, wanted: type[Placement]) -> tuple[int, Axis]:
+    def _source(self, operation: str, axis: int | str, wanted: type[Placement]) -> tuple[int, Axis]:
         """Check the placement along an axis; return the axis and its number."""
         number = axis_index(self.mesh, axis)
         if not isinstance(self.placements[number], wanted):
             raise ConfigurationError(
-                f"{verb} along axis {axis!r} begins from {wanted.__name__} there, but the buffer is placed as "
+                f"{operation} along axis {axis!r} begins from {wanted.__name__} there, but the buffer is placed as "
                 f"{self.placements}; redistribute chooses the collectives itself"
             )
         return number, self._axes[number]

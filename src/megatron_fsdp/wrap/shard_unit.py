@@ -1,4 +1,4 @@
-"""The two verbs of sharding: `shard_unit` shards the parameters of one unit, `finish` makes an engine of sharded units.
+"""The two steps of sharding: `shard_unit` shards the parameters of a unit, `finish` makes an engine of sharded units.
 
 Every public way to shard is a policy about these two: which modules are a unit, by which `Sharding`, and when all units
 are there.
