@@ -469,8 +469,10 @@ class GradientBuffers:
         elif rows:
             put_scaled(rows[0], factor, sums)
             rows = rows[1:]
+        elif stage.result_into is not None:
+            stage.result_into(sums, factor)
         else:
-            stage.put_into(sums, factor)
+            put_scaled(stage.result(), factor, sums)
         for row in rows:
             sums.add_(row, alpha=factor)
         if is_offloaded:

@@ -55,7 +55,8 @@ def register_hooks(engine: Engine, root: nn.Module | None) -> None:
         engine.units[unit_index].forward_hooks.append((before, after))
         if is_compiled_in_place(module):
             surround(module, before, after)
-            engine.structure.note_compiled(engine.units[unit_index].label, module)
+            label, call = engine.units[unit_index].label, module._compiled_call_impl
+            engine.structure.compiled.append((label, weakref.ref(module), call))
             continue
         # First of all pre-hooks, so that the user's see full weights; and after exceptions too, to reshard.
         module.register_forward_pre_hook(uncompiled(before), prepend=True)

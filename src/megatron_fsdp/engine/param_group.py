@@ -85,16 +85,6 @@ class WeightBuffers:
         memory.copy_(self.compute.local)
         self._use(plan, memory)
 
-    def make_main(self, plan: GroupPlan) -> bool:
-        """Allocate main weights with the current values, where their dtype or offload needs memory of their own."""
-        if not plan.has_main_copy:
-            return False
-        shared = self.main
-        self.main = _main_buffer(plan)
-        self.main.local.copy_(shared.local)
-        self.main_lies_in_compute = False
-        return True
-
     def store(self, index: int, tensor: torch.Tensor) -> None:
         """Copy the initial value of tensor `index`, full and in any dtype, into both buffers."""
         for buffer in self._stored:
@@ -396,7 +386,10 @@ class ParameterGroup:
     def begin_training(self, plan: GroupPlan) -> None:
         """Allocate main weights, gradients and state of a frozen group; its compute weights stay where they are."""
         self.plan = plan
-        if self.weights.make_main(plan):
+        if plan.has_main_copy:
+            shared, self.weights.main = self.weights.main, _main_buffer(plan)
+            self.weights.main.local.copy_(shared.local)
+            self.weights.main_lies_in_compute = False
             self._move_sharded()
         self.state_memory = self._make_state_memory()
         self.gradients = GradientBuffers(plan)

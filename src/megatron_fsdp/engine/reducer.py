@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_fsdp.comm.axis import Axis
-from megatron_fsdp.comm.reduction import add_up_into, put_scaled, sum_received
+from megatron_fsdp.comm.reduction import add_up_into, sum_received
 from megatron_fsdp.comm.streams import Launch
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.sharding.placement import Placement, held_region
@@ -34,13 +34,6 @@ class Stage(NamedTuple):
     result_into: Callable[[torch.Tensor, float], None] | None = None
     # each rank's gradient, in rank order, where `result` adds them up here; to be read once the collective is done
     rows: tuple[torch.Tensor, ...] = ()
-
-    def put_into(self, out: torch.Tensor, factor: float) -> None:
-        """Write the result times a factor into a tensor of the same shape; call it instead of `result`."""
-        if self.result_into is not None:
-            self.result_into(out, factor)
-        else:
-            put_scaled(self.result(), factor, out)
 
 
 class GradientReducer:

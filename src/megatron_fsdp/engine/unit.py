@@ -412,7 +412,8 @@ class StructureCheck:
 
     def __init__(self, roots: Mapping[str, nn.Module], units: Sequence[Unit]) -> None:
         """Note what belongs to the modules of `roots`, by path."""
-        self._compiled: list[tuple[str, weakref.ref[nn.Module], object]] = []
+        # by label, unit modules that were compiled in place, which must not be compiled again
+        self.compiled: list[tuple[str, weakref.ref[nn.Module], object]] = []
         modules = [(name, part) for path, root in roots.items() for name, part in root.named_modules(prefix=path)]
         # weak, since a module that is sharded in place owns the engine
         self._modules = tuple((name, weakref.ref(part), part._parameters) for name, part in modules)
@@ -420,13 +421,9 @@ class StructureCheck:
         self._known_params = {id(param) for root in roots.values() for param in root.parameters()}
         self._known_params.update(id(param) for unit in units for group in unit.groups for param in group.full)
 
-    def note_compiled(self, label: str, unit_module: nn.Module) -> None:
-        """Remember a unit's module that was compiled in place; `check` refuses that it is compiled again."""
-        self._compiled.append((label, weakref.ref(unit_module), unit_module._compiled_call_impl))
-
     def check(self) -> None:
         """Raise for the first module or parameter that is new, or unit that was compiled again."""
-        for label, reference, call in self._compiled:
+        for label, reference, call in self.compiled:
             if (compiled := reference()) is not None and compiled._compiled_call_impl is not call:
                 raise ConfigurationError(
                     f"unit {label} was compiled before and after the model was sharded; compile it once, before"

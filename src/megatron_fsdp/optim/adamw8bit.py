@@ -89,7 +89,7 @@ class AdamW8bit(Optimizer):
         group = self.param_groups[-1]
         # A stock DTensor is asked about at its first step: FSDP2's door cuts its parameters at the first forward.
         params = (param for param in group["params"] if type(param.detach()) is not DTensor)
-        problem = _options_problem(group) or next(filter(None, map(_problem, params)), None)
+        problem = _options_problem(group) or next(filter(None, map(problem_of_blocks, params)), None)
         if problem is not None:
             self.param_groups.pop()
             raise ConfigurationError(f"AdamW8bit was given {problem}")
@@ -117,7 +117,7 @@ class AdamW8bit(Optimizer):
                         continue
                     state: dict[str, Any] = self.state[param]
                     if not state:
-                        if (problem := _problem(param)) is not None:
+                        if (problem := problem_of_blocks(param)) is not None:
                             raise ConfigurationError(f"AdamW8bit was given {problem}")
                         state.update(self.first_state(param))
                     shards.append(_LocalShard(param, group, state, codes))
@@ -203,13 +203,6 @@ class BlocksStep(ExchangingStep):
             own.agree(error)
 
 
-def check_blocks(optimizer: AdamW8bit) -> None:
-    """Raise for parameters whose blocks would depend on their sharding."""
-    problem = next(filter(None, map(_problem, params_of(optimizer))), None)
-    if problem is not None:
-        raise ConfigurationError(f"AdamW8bit was given {problem}")
-
-
 def _options_problem(group: Mapping[str, Any]) -> str | None:
     numbers = {key: float(group[key]) for key in ("lr", "eps", "weight_decay")}
     wrong = [f"{key}={value:g}" for key, value in numbers.items() if not 0 <= value < math.inf]
@@ -220,7 +213,8 @@ def _options_problem(group: Mapping[str, Any]) -> str | None:
     return f"{', '.join(wrong)}; give two betas in [0, 1), and other numbers that are finite and not negative"
 
 
-def _problem(param: Tensor) -> str | None:
+def problem_of_blocks(param: Tensor) -> str | None:
+    """Return the reason why a parameter's blocks would depend on its sharding; None if they do not."""
     if not param.is_floating_point():
         return f"a parameter of {param.dtype}; give floating-point parameters"
     if isinstance(param, UnevenDTensor):
@@ -382,18 +376,6 @@ class _LocalShard:
         """Return True if this rank holds elements of a block."""
         return self.first <= block < self._last
 
-    def maxima_in(self, block: int) -> Tensor:
-        """Return the largest new moments of this rank's elements of a block: (2,)."""
-        part = self._part(block, block + 1)
-        return torch.stack([moment.abs().amax() for moment in self._moments(part, block, block + 1)])
-
-    def take_scales(self, block: int, scales: Tensor, are_new: bool) -> None:
-        """Take the scales of a shared block, of all ranks: (2,)."""
-        if are_new:
-            self._new[block] = scales
-        else:
-            self.scales[:, block - self.first] = scales
-
     def update(self) -> None:
         """Update weights, codes, scales and the count of steps."""
         self._state[_STEP].add_(1)
@@ -466,12 +448,19 @@ def _share_scales(shards: Sequence[_LocalShard], are_new: bool) -> None:
     largest = torch.zeros(len(places), 2, device=device)
     for place, (shard, block) in enumerate(places):
         if shard.shares(block):
-            largest[place] = shard.maxima_in(block) if are_new else shard.scales[:, block - shard.first]
+            if are_new:
+                part = shard._part(block, block + 1)
+                largest[place] = torch.stack([moment.abs().amax() for moment in shard._moments(part, block, block + 1)])
+            else:
+                largest[place] = shard.scales[:, block - shard.first]
     for group in shards[0].groups:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     for place, (shard, block) in enumerate(places):
         if shard.shares(block):
-            shard.take_scales(block, largest[place], are_new)
+            if are_new:
+                shard._new[block] = largest[place]
+            else:
+                shard.scales[:, block - shard.first] = largest[place]
 
 
 # ---- state that is loaded --------------------------------------------------------------------------------------------

@@ -170,12 +170,13 @@ class ChainedStep(ExchangingStep):
         """Join the agreement of each optimizer, whose steps a hook of the chain has prevented."""
         assert error is not None
         self._begun = None
-        self._all(lambda _optimizer, way: self._missed(way, error))
-        self._finish(optimizer, Met.of(error))
 
-    def _missed(self, way: Step, error: Exception) -> None:
-        way.fail(error)
-        raise error
+        def fail(_optimizer: Optimizer, way: Step) -> None:
+            way.fail(error)
+            raise error
+
+        self._all(fail)
+        self._finish(optimizer, Met.of(error))
 
     def _all(self, step: Callable[[Optimizer, Step], None]) -> None:
         """Run a function for the optimizers one after another; errors are kept for `finish`."""

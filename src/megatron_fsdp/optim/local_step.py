@@ -31,7 +31,7 @@ from megatron_fsdp.engine.memory import StateMemory
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.step import Step, engine_of, params_of
 
-_SHARDED_STATE: dict[type[Optimizer], frozenset[str]] = {
+SHARDED_STATE: dict[type[Optimizer], frozenset[str]] = {
     torch.optim.ASGD: frozenset({"ax"}),
     torch.optim.Adadelta: frozenset({"square_avg", "acc_delta"}),
     torch.optim.Adagrad: frozenset({"sum"}),
@@ -51,12 +51,7 @@ State = dict[str, Any]
 
 def steps_locally(optimizer: Optimizer) -> bool:
     """Return True if an optimizer of this kind can step on local tensors."""
-    return type(optimizer) in _SHARDED_STATE
-
-
-def sharded_state(optimizer: Optimizer) -> frozenset[str]:
-    """Return the keys of the state that is sharded as its parameter; none for an unknown kind of optimizer."""
-    return _SHARDED_STATE.get(type(optimizer), frozenset())
+    return type(optimizer) in SHARDED_STATE
 
 
 class LocalStep(Step):
@@ -122,7 +117,7 @@ class _LocalTensors:
         self.groups = groups or ()  # to be shown instead of all current ones
         self._check = check  # of what hooks may have changed
         self._streams = streams  # where state moves, if it does
-        self._sharded = _SHARDED_STATE[type(optimizer)]
+        self._sharded = SHARDED_STATE[type(optimizer)]
         self._shown: list[tuple[UnevenDTensor, State]] = []
         self.state: Mapping[Tensor, State] = optimizer.state
 
@@ -335,7 +330,7 @@ def move_to_offload(optimizer: Optimizer) -> None:
         state: State = optimizer.state.get(param, {})
         memory, index = memory_of(param)
         assert isinstance(param, UnevenDTensor)
-        for key in _tensors(state, _SHARDED_STATE[type(optimizer)]) if memory is not None else ():
+        for key in _tensors(state, SHARDED_STATE[type(optimizer)]) if memory is not None else ():
             assert memory is not None
             given = state[key]._local_tensor
             kept = memory.place(key, index, given.dtype)

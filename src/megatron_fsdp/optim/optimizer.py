@@ -26,7 +26,7 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.gradients import GRAD
 from megatron_fsdp.errors import ConfigurationError, RankError, ScheduleError, warn_caller
-from megatron_fsdp.optim.adamw8bit import AdamW8bit, BlocksStep, check_blocks
+from megatron_fsdp.optim.adamw8bit import AdamW8bit, BlocksStep, problem_of_blocks
 from megatron_fsdp.optim.chained import ChainedOptimizer, ChainedStep, members_of
 from megatron_fsdp.optim.full_tensor.muon import SPLIT_KEY, MuonStep, check_muon
 from megatron_fsdp.optim.full_tensor.step import (
@@ -37,11 +37,11 @@ from megatron_fsdp.optim.full_tensor.step import (
     steps_replicated,
 )
 from megatron_fsdp.optim.local_step import (
+    SHARDED_STATE,
     LocalStep,
     LocalView,
     check_offload,
     move_to_offload,
-    sharded_state,
     steps_locally,
 )
 from megatron_fsdp.optim.state_dict import Lost, as_held, as_saved, cut_state, warn_of_thawed, with_blank_state
@@ -554,7 +554,9 @@ def _check_member(optimizer: Optimizer, is_sharded: bool) -> None:
         check_muon(optimizer)
         return
     if isinstance(optimizer, AdamW8bit):
-        check_blocks(optimizer)
+        problem = next(filter(None, map(problem_of_blocks, params_of(optimizer))), None)
+        if problem is not None:
+            raise ConfigurationError(f"AdamW8bit was given {problem}")
     if is_sharded and inherits_declaration(optimizer):
         raise ConfigurationError(
             f"{name} is derived from a class that steps_whole_tensors declares, and declares nothing itself: decorate "
@@ -688,7 +690,7 @@ def move_to_sharded(
     state = dict(optimizer.state)
     optimizer.state.clear()
     optimizer.state.update(without_parameter(state))
-    sharded = sharded_state(optimizer)  # of a scalar, its own state is else like any counter
+    sharded = SHARDED_STATE.get(type(optimizer), ())  # of a scalar, its own state is else like any counter
     for group in optimizer.param_groups:
         originals = list(group["params"])
         group["params"][:] = [replacements[id(param)] for param in originals]

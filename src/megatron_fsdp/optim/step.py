@@ -151,16 +151,11 @@ def held_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     lists = [group["params"] for group in optimizer.param_groups]
     yield from ((_IN_GROUPS, param) for params in lists for param in params)
     for name, value in vars(optimizer).items():
-        if name not in _GROUPS_AND_STATE and not any(value is params for params in lists):
-            yield from ((f"its attribute {name}", each) for each in _tensors_in(value))
+        is_listed = name in _GROUPS_AND_STATE or any(value is params for params in lists)
+        if not is_listed and isinstance(value, list | tuple | set | dict):
+            leaves = [*tree_leaves(value), *(value if isinstance(value, dict | set) else ())]
+            yield from ((f"its attribute {name}", leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
 
 _IN_GROUPS = "its param_groups"
 _GROUPS_AND_STATE = ("param_groups", "state", "defaults")
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    if not isinstance(value, list | tuple | set | dict):
-        return []
-    leaves = [*tree_leaves(value), *(value if isinstance(value, dict | set) else ())]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

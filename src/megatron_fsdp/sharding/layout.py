@@ -361,20 +361,19 @@ class Layout:
 
         Computed once for each region.
         """
-        found = self._by_region.get(region)
-        if found is None:
-            found = self._by_region[region] = tuple(self._shard_in(index, region) for index in range(len(self.shapes)))
-        return found
+        if region not in self._by_region:
+            found = []
+            for index, whole in enumerate(self.shapes):
+                start, stop = self.range_in(index, region)
+                shape = whole if region.numel == self.numel else self.shard_shape(index, stop - start)
+                first = self.offsets[index] + start - region.start if start < stop else 0
+                found.append((first, first + stop - start, shape))
+            self._by_region[region] = tuple(found)
+        return self._by_region[region]
 
     @functools.cached_property
     def _by_region(self) -> dict[Region, tuple[tuple[int, int, tuple[int, ...]], ...]]:
         return {}
-
-    def _shard_in(self, index: int, region: Region) -> tuple[int, int, tuple[int, ...]]:
-        start, stop = self.range_in(index, region)
-        shape = self.shapes[index] if region.numel == self.numel else self.shard_shape(index, stop - start)
-        first = self.offsets[index] + start - region.start if start < stop else 0
-        return first, first + stop - start, shape
 
     def is_row_sharded(self, index: int) -> bool:
         """Return True if every rank's shard of this tensor is whole rows of dim 0; the same on all ranks.

@@ -225,22 +225,18 @@ def _resolve_classes(module: nn.Module, given: object) -> tuple[type[nn.Module],
             f"fsdp_unit_modules={shown} is not a list of classes or import paths; write fsdp_unit_modules=[...], "
             'or "auto" to look for repeated blocks.'
         )
-    classes = [_resolve_class(module, entry) for entry in given]
+    in_model = tuple(dict.fromkeys(f"{type(m).__module__}.{type(m).__qualname__}" for m in module.modules()))
+    classes = []
+    for entry in given:
+        cls = import_by_path(entry, "fsdp_unit_modules", suggestions=in_model) if isinstance(entry, str) else entry
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(
+                f"fsdp_unit_modules has the entry {entry!r}, which is not a subclass of torch.nn.Module; give classes."
+            )
+        classes.append(cls)
     if isinstance(given, AbstractSet):  # whose order differs from run to run
         classes.sort(key=lambda cls: (cls.__module__, cls.__qualname__))
     return tuple(dict.fromkeys(classes))
-
-
-def _resolve_class(module: nn.Module, entry: object) -> type[nn.Module]:
-    cls = entry
-    if isinstance(entry, str):
-        in_model = {f"{type(m).__module__}.{type(m).__qualname__}": None for m in module.modules()}
-        cls = import_by_path(entry, "fsdp_unit_modules", suggestions=tuple(in_model))
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise TypeError(
-            f"fsdp_unit_modules has the entry {entry!r}, which is not a subclass of torch.nn.Module; give classes."
-        )
-    return cls
 
 
 def _check_matches(module: nn.Module, classes: tuple[type[nn.Module], ...], found: Mapping[str, nn.Module]) -> None:
