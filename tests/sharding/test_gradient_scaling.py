@@ -1,5 +1,6 @@
 """The factors of a gradient reduction, against the value that is mathematically wanted."""
 
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -10,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.streams import HostCommStream
+from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.gradients import GradientBuffers
-from megatron_fsdp.engine.group_plan import GroupPlan
+from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, plan_unit
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
 from megatron_fsdp.sharding.layout import plan_layout
@@ -92,6 +94,18 @@ BF16, FP32 = torch.bfloat16, torch.float32
 THIRD = 1 / 3
 
 
+ALONE = RankMesh((Axis(None, 0, 1),), ("dp",), None, None, cast(DeviceMesh, None))  # nothing becomes a DTensor here
+
+
+def test_a_parameter_with_a_factor_of_its_own_has_a_group_of_its_own() -> None:
+    placements = placements_for(ShardingStrategy.optim_grads_params)
+    dense = Sharding(EngineOptions(), ALONE, placements, torch.device("cpu"), divisor=1)
+    sharding = ModelSharding(dense, apart={"bias": replace(dense, divisor=4)})
+    plans = plan_unit(dict(torch.nn.Linear(2, 2).named_parameters()), [""], sharding, {})
+    factors = {info.name: plan.reduction.post_factor for plan in plans for info in plan.spec.parameters}
+    assert factors == {"weight": 1.0, "bias": 0.25}
+
+
 @pytest.mark.parametrize(
     ("reduction", "main_grads", "grad_comm", "deferred"),
     [
@@ -115,7 +129,7 @@ def test_a_factor_is_applied_in_the_wider_dtype(
         precision,
         reduction,
         placements_for(ShardingStrategy.no_shard),
-        RankMesh((Axis(None, 0, 1),), ("dp",), None, None, cast(DeviceMesh, None)),  # nothing becomes a DTensor here
+        ALONE,
         device,
         (None,),
     )

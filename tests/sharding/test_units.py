@@ -257,7 +257,7 @@ def test_groups_come_in_order_of_first_appearance_and_keep_the_order_inside() ->
 
 def test_experts_are_kept_apart() -> None:
     groups = group_parameters([info("dense"), info("expert", expert=True)])
-    assert [group.key.rank_mesh for group in groups] == [False, True]
+    assert [group.key.sharding for group in groups] == [False, True]
     assert group_parameters([]) == ()
     shapes = [(2, 3), (), (0, 4), (5,)]
     assert [ParameterInfo("p", shape, GroupKey(FP32, True, False)).numel for shape in shapes] == [6, 1, 0, 5]
