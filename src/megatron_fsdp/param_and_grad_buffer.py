@@ -18,7 +18,7 @@ from megatron_fsdp.comm.agreement import gather_objects, gather_over
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import local_part, part_of
+from megatron_fsdp.engine.group_plan import part_of
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex
@@ -260,7 +260,7 @@ def make_fsdp_dtensor(
     )
     held = gather_over([mesh.get_group(dim) for dim in reversed(use.shard_dims)], local_tensor.numel())
     cut = ListedCut((0, *itertools.accumulate(held)))
-    whole = local_part(param)
+    whole = param._local_tensor if isinstance(param, DTensor) else param
     if cut.numel != whole.numel():
         raise ConfigurationError(
             f"the ranks hold {cut.numel} elements of a parameter of shape {tuple(whole.shape)}, which has "

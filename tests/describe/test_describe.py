@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.describe.description import Description
-from megatron_fsdp.engine.group_plan import local_part
+from megatron_fsdp.engine.group_plan import local_tensor
 from megatron_fsdp.fully_shard import fully_shard_model
 from megatron_fsdp.plan.simulate import built_without_memory, simulated_model, simulated_ranks
 from tests.conftest import RunRanks
@@ -172,7 +172,7 @@ def test_optimizers() -> None:
             simulated.optimizer.step()
             after = simulated.model.describe()
             state = sum(
-                local_part(value).nbytes for each in simulated.optimizer.state.values() for value in each.values()
+                local_tensor(value).nbytes for each in simulated.optimizer.state.values() for value in each.values()
             )
         assert [(o.class_name, o.param_groups, o.parameters, o.step) for o in after.optimizers] == [
             (kind.__name__, 1, 18, step)

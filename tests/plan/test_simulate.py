@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, fully_shard
 from megatron_fsdp.comm.axis import real_values
-from megatron_fsdp.engine.group_plan import local_part
+from megatron_fsdp.engine.group_plan import local_tensor
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.plan.simulate import SimulatedModel, simulated_model, simulated_ranks
@@ -71,7 +71,7 @@ def _facts(job: Job, mesh: DeviceMesh) -> list[Any]:
         optimizer.step()
         optimizer.zero_grad()
         facts += [model.memory(), model.traffic(), model.traffic_by_axis()]
-    local = [local_part(param) for group in model.parameter_groups() for param in group.sharded]
+    local = [local_tensor(param) for group in model.parameter_groups() for param in group.sharded]
     state = [
         (key, tuple(value.shape), str(value.dtype))
         for param in (param for group in optimizer.param_groups for param in group["params"])

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from megatron_fsdp.automodel.architecture import IGNORED_LABEL
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline
 from megatron_fsdp.comm.agreement import Groups, agreed, default_if_all, device_over, raise_together
-from megatron_fsdp.engine.group_plan import local_part
+from megatron_fsdp.engine.group_plan import local_tensor
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError, waits_for
 from megatron_fsdp.fully_shard import fully_shard_optimizer, ranks_of_parameters
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
@@ -336,7 +336,7 @@ def norm_of_parameters(parts: nn.Module | Pipeline) -> float:
     def of_model(model: MegatronFSDP) -> Tensor:
         return torch.tensor(model.parameter_statistics().total.norm)
 
-    return float(_total_norm(gather_gradients(parts), 2.0, lambda param: local_part(param.detach()), of_model))
+    return float(_total_norm(gather_gradients(parts), 2.0, lambda param: local_tensor(param.detach()), of_model))
 
 
 def count_zero_gradients(parts: nn.Module | Pipeline) -> int:
@@ -376,7 +376,7 @@ class FoundGradients:
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param in (*self.parameters, *self.copies):
             if param.grad is not None:
-                local = local_part(param.grad)
+                local = local_tensor(param.grad)
                 alike.setdefault((local.device, local.dtype), []).append(local)
         for (device, _), tensors in alike.items():
             torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
@@ -479,4 +479,4 @@ def _reduced(grad: Tensor) -> Tensor:
         grad = grad.redistribute(
             placements=[Replicate() if placement.is_partial() else placement for placement in grad.placements]
         )
-    return local_part(grad)
+    return local_tensor(grad)

@@ -24,7 +24,7 @@ from megatron_fsdp.ddp.engine import BucketEngine, Readers
 from megatron_fsdp.ddp.megatron_core import MegatronCalls, takes_core_arguments
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import ModelSharding, local_part, parameter_info
+from megatron_fsdp.engine.group_plan import ModelSharding, local_tensor, parameter_info
 from megatron_fsdp.engine.hooks import register_hooks
 from megatron_fsdp.engine.schedule import ScheduleConfig
 from megatron_fsdp.engine.unit import Unit
@@ -217,7 +217,7 @@ def _resolve_together(
 ) -> ResolvedDDP:
     """Resolve the configuration before groups are made, with the same result or error on all ranks."""
     group = index.get_dp_group()
-    trainable = sum(local_part(param).numel() for param in module.parameters() if param.requires_grad)
+    trainable = sum(local_tensor(param).numel() for param in module.parameters() if param.requires_grad)
     with all_agree("resolving DistributedDataParallelConfig", index.reaching_all) as facts:
         resolved = resolve_ddp(config, 1 if group is None else group.size(), trainable, disable_bucketing)
         facts |= {field.name: repr(getattr(resolved.config, field.name)) for field in fields(config)}

@@ -21,7 +21,7 @@ from megatron_fsdp.describe.description import (
 )
 from megatron_fsdp.describe.text import in_bytes
 from megatron_fsdp.engine.engine import Engine, engine_of_model
-from megatron_fsdp.engine.group_plan import local_part
+from megatron_fsdp.engine.group_plan import local_tensor
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.optim.chained import ChainedOptimizer
 from megatron_fsdp.optim.optimizer import count_kinds, step_of
@@ -203,7 +203,7 @@ def _state_bytes(engine: Engine, *, is_offloaded: bool) -> int:
     for param, state in states.items():
         group, _ = engine.group_and_index.get(id(param), (None, 0))
         if group is not None and (group.plan.offload.optimizer_state > 0) is is_offloaded:
-            found += sum(local_part(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
+            found += sum(local_tensor(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
     return found
 
 

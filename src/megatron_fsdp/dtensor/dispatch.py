@@ -16,7 +16,7 @@ from megatron_fsdp.dtensor.reduction import (
     Combine,
     ReducedScalar,
     Reduction,
-    norm_parts,
+    local_norms,
     norm_reduction,
     plain,
     resolve,
@@ -139,7 +139,7 @@ def norms_of_list(func: Any, args: Args, kwargs: Kwargs) -> list[ReducedScalar]:
 def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[Reduction]:
     if any(each.dtype.is_complex for each in tensors):
         raise ShardOperationError("norms of complex sharded tensors are not offered; take the norm of abs()")
-    parts = norm_parts([_local(each) for each in tensors], order, wide(dtype or tensors[0].dtype))
+    parts = local_norms([_local(each) for each in tensors], order, wide(dtype or tensors[0].dtype))
     made = []
     for each, part in zip(tensors, parts, strict=True):
         spec = each.shard_spec if isinstance(each, UnevenDTensor) else None

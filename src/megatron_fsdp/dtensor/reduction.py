@@ -298,7 +298,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else torch.int64
 
 
-def norm_parts(locals_: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+def local_norms(locals_: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the norm of each local tensor; the neutral value (0 or infinity) for an empty one."""
     filled = [local for local in locals_ if local.numel()]
     found = iter(torch._foreach_norm(filled, order, dtype=dtype) if filled else ())

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.comm.reduction import put_scaled
 from megatron_fsdp.comm.streams import ChainedWork, CommStream, Work
-from megatron_fsdp.engine.group_plan import GroupPlan, local_part
+from megatron_fsdp.engine.group_plan import GroupPlan, local_tensor
 from megatron_fsdp.engine.memory import FlatBuffer, allocate, full_view, padding_ranges, shard_view
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
 from megatron_fsdp.errors import ScheduleError
@@ -155,7 +155,7 @@ class MainGradient:
         for dtype in {grad.dtype for grad in grads.values()}:
             rounded = self.local.to(dtype)
             found = rounded.clone()
-            chosen = {index: local_part(grad) for index, grad in grads.items() if grad.dtype == dtype}
+            chosen = {index: local_tensor(grad) for index, grad in grads.items() if grad.dtype == dtype}
             shards = [shard_view(self._layout, self.region, found, index) for index in chosen]
             torch._foreach_copy_(shards, list(chosen.values()))
             self.local.copy_(torch.where(rounded == found, self.local, found.to(self.dtype)))
@@ -166,7 +166,7 @@ class MainGradient:
         They are DTensors or local shards. `counts`: for each tensor of the layout, if there is a gradient to add to.
         """
         for is_sum, put in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
-            chosen = {index: local_part(grad) for index, grad in grads.items() if counts[index] == is_sum}
+            chosen = {index: local_tensor(grad) for index, grad in grads.items() if counts[index] == is_sum}
             if chosen:
                 put(list(map(self.local_shard, chosen)), list(chosen.values()))
 

@@ -95,7 +95,7 @@ class TensorParallelPart:
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def local_part(param: torch.Tensor) -> torch.Tensor:
+def local_tensor(param: torch.Tensor) -> torch.Tensor:
     """Return a parameter's memory on this rank: a DTensor's local tensor, an extension's values, or itself."""
     if isinstance(param, DTensor):
         return param._local_tensor
@@ -592,7 +592,7 @@ def parameter_info(
 
     `unit_modules` are the paths of the modules that are its unit.
     """
-    shape = tuple(local_part(param).shape)
+    shape = tuple(local_tensor(param).shape)
     own = sharding.of(name, param)
     key = GroupKey(
         param.dtype,

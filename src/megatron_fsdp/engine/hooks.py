@@ -386,7 +386,7 @@ def calls_of(
     `order` lists modules within it as the forward calls them; None: in the order of registration.
     """
     number_of = {id(part): (unit_index, module_index) for unit_index, module_index, part in unit_modules_of(engine)}
-    known = {id(part) for part in root.modules()}
+    known = {id(inner) for inner in root.modules()}
     whole = root if module is None else module
     modules = None if order is None else tuple(order)
     for given in (whole, *(modules or ())):

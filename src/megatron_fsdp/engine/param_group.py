@@ -27,7 +27,7 @@ from megatron_fsdp.engine.gradients import (
     get_grad,
     plain_attributes,
 )
-from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_part
+from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_tensor
 from megatron_fsdp.engine.memory import FlatBuffer, StateMemory, allocate, full_view, on_device, shard_view
 from megatron_fsdp.engine.weight_quantizer import EncodedBuffer, WeightQuantizer, WrappingQuantizer
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
@@ -135,11 +135,11 @@ class WeightBuffers:
 
     def all_gather_into(self, full: torch.Tensor, async_op: bool) -> torch.distributed.Work | None:
         """All-gather compute weights into `full` (numel,), over the inner ranks; bytes go to its end."""
-        return self._axes[-1].all_gather(self._arrives(full), self._own_part(full), async_op)
+        return self._axes[-1].all_gather(self._arrives(full), self._own_shard(full), async_op)
 
     def fetch(self, full: torch.Tensor, _async_op: bool) -> None:
         """Copy the offloaded shard to its place in `full`, from which it is all-gathered."""
-        self._own_part(full).copy_(self._sent, non_blocking=True)
+        self._own_shard(full).copy_(self._sent, non_blocking=True)
 
     def _arrives(self, full: torch.Tensor) -> torch.Tensor:
         """Return the memory that an all-gather fills: `full`, or its end for bytes that are decoded in place."""
@@ -147,7 +147,7 @@ class WeightBuffers:
             return full
         return full.view(torch.uint8)[-self.quantizer.bytes_of(self.compute.layout.numel) :]
 
-    def _own_part(self, full: torch.Tensor) -> torch.Tensor:
+    def _own_shard(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's input of the all-gather: the shard, or the copy of an offloaded one in `full`."""
         if not self.is_offloaded:
             return self._sent
@@ -213,7 +213,7 @@ class ParameterGroup:
         self.trained_since_attach = list(self.trainable)  # whether each took any since gradients were last attached
         self.grad_attribute: GradAttribute = GRAD  # attribute of the sharded parameters that holds their gradient
         self._placeholder: torch.Tensor | None = None
-        self.weights.store_all([None if original.is_meta else local_part(original) for original in originals])
+        self.weights.store_all([None if original.is_meta else local_tensor(original) for original in originals])
         register_with_torch()
         self.shard_specs = shard_specs  # for each parameter the elements that every rank holds
         self.own_hooks: set[int] = set()  # ids of gradient hooks that are not the user's
@@ -302,7 +302,7 @@ class ParameterGroup:
             if self._find_pointers() == self._pointers:
                 return
         for index, (info, param) in enumerate(zip(self.plan.spec.parameters, self.sharded, strict=True)):
-            if address_of(local_part(param)) != self._pointers[index]:
+            if address_of(local_tensor(param)) != self._pointers[index]:
                 raise ConfigurationError(
                     f"the data of {info.name} was replaced after the model was sharded, as by swap_tensors or by "
                     "moving or casting the inner module; copy into the parameter instead, under torch.no_grad()"
@@ -439,7 +439,7 @@ class ParameterGroup:
 
     def shard_like(self, index: int, full: torch.Tensor) -> DTensor:
         """Return this rank's shard of a full tensor, cut as parameter `index`; a copy."""
-        flat = local_part(full.detach()).reshape(-1).to(self.weights.main.local.device)
+        flat = local_tensor(full.detach()).reshape(-1).to(self.weights.main.local.device)
         start, stop = self.plan.layout.range_in(index, self.weights.main.region)
         return self.describe_shard(index, flat[start:stop].clone().view(self.weights.main.local_shard(index).shape))
 

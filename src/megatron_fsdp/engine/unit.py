@@ -394,7 +394,7 @@ def _swaps(
 ) -> tuple[tuple[_Swap, ...], ...]:
     """Return the swaps inside each of a unit's modules; all together where it has one, or none."""
     found: list[list[_Swap]] = [[] for _ in modules or (None,)]
-    parts = [{id(part) for part in module.modules()} for module in modules] if len(modules) > 1 else []
+    parts = [{id(inner) for inner in module.modules()} for module in modules] if len(modules) > 1 else []
     for group, of_group in zip(groups, owners, strict=True):
         for full, sharded, at in zip(group.full, group.sharded, of_group, strict=True):
             for owner in at:

@@ -3,8 +3,7 @@
 from megatron_fsdp.experimental.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.experimental.context import fully_shard_context, microbatch
 from megatron_fsdp.experimental.dbuffer import DBuffer
-from megatron_fsdp.experimental.module import fully_shard
-from megatron_fsdp.experimental.optimizer import fully_shard_optimizer
+from megatron_fsdp.experimental.module import fully_shard, fully_shard_optimizer
 from megatron_fsdp.experimental.placement import Placements
 
 __all__ = [

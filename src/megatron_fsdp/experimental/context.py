@@ -98,7 +98,7 @@ class FsdpContext:
         if self._engine is not None:
             return
         modules = [module for reference in self._modules if (module := reference()) is not None]
-        inside = {id(part) for module in modules for part in module.modules() if part is not module}
+        inside = {id(inner) for module in modules for inner in module.modules() if inner is not module}
         roots = [module for module in modules if id(module) not in inside]
         self._roots = list(map(weakref.ref, roots))
         if not roots:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.group_plan import Sharding, TensorParallelPart, local_part
+from megatron_fsdp.engine.group_plan import Sharding, TensorParallelPart, local_tensor
 from megatron_fsdp.engine.unit import Owner
 from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.formats.tensor_extensions import extension_format, tensor_extension_of
@@ -79,15 +79,15 @@ class EvenParameter:
         """Forget the tensors of state dicts that share its memory, and return them; and if others share it, too."""
         if not self.handles:  # it was cut at once
             return [], False
-        memory = local_part(self.held).untyped_storage()
+        memory = local_tensor(self.held).untyped_storage()
         alive = [tensor for reference in self.shown if (tensor := reference()) is not None]
-        found = [each for each in alive if local_part(each).untyped_storage()._cdata == memory._cdata]
+        found = [each for each in alive if local_tensor(each).untyped_storage()._cdata == memory._cdata]
         self.shown.clear()  # `swap_tensors` refuses tensors with weak references
         for handle in self.handles:
             handle.remove()
         # Its own tensor, and `memory`; a part of a larger memory is that of a file, say.
         own = 2 + len(found)
-        is_whole = 0 < memory.nbytes() == local_part(self.held).nbytes
+        is_whole = 0 < memory.nbytes() == local_tensor(self.held).nbytes
         return found, is_whole and torch._C._storage_Use_Count(memory._cdata) > own
 
     @property
@@ -108,7 +108,7 @@ class EvenParameter:
         held = self.held
         if not isinstance(held, DTensor):
             return held
-        local = local_part(held)
+        local = local_tensor(held)
         if self.shape:
             axis = self.sharding.rank_mesh.axes[-1]
             local = _gathered_rows(local.to(self.sharding.device), self.shape, axis)
@@ -139,7 +139,7 @@ def even_shard(
         mesh: The data-parallel ranks.
         device: Of the shard.
     """
-    axis, whole = mesh.axes[-1], local_part(param.detach())
+    axis, whole = mesh.axes[-1], local_tensor(param.detach())
     placement: Placement = Shard(0) if whole.ndim else Replicate()
     rows = torch.chunk(whole, axis.num_ranks) if whole.ndim else (whole,) * axis.num_ranks
     own = rows[axis.rank] if axis.rank < len(rows) else whole.new_empty((0, *whole.shape[1:]))

@@ -21,10 +21,10 @@ from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.offload import resolve_offload
 from megatron_fsdp.config.precision import MixedPrecisionPolicy as Policy
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.group_plan import Sharding, local_part, part_of
+from megatron_fsdp.engine.group_plan import Sharding, local_tensor, part_of
 from megatron_fsdp.engine.unit import Owner
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, warn_caller
-from megatron_fsdp.experimental.optimizer import fully_shard_optimizer as connect
+from megatron_fsdp.experimental.module import fully_shard_optimizer as connect
 from megatron_fsdp.formats.tensor_extensions import tensor_extension_of
 from megatron_fsdp.fsdp2.even import EvenParameter, even_shard
 from megatron_fsdp.fsdp2.module import become_sharded
@@ -133,7 +133,7 @@ def fully_shard(
     ]
     # Nothing can fail from here on.
     params = [
-        EvenParameter(name, owners, part, local_part(param).shape, own)
+        EvenParameter(name, owners, part, local_tensor(param).shape, own)
         for (name, param, owners), part, own in zip(owned, parts, shardings, strict=True)
     ]
     for even, shard, (name, param, _) in zip(params, shards, owned, strict=True):
@@ -141,20 +141,20 @@ def fully_shard(
             mark_replaced(name, param)
             even.set(shard)
             even.follow_state_dicts()
-    inside = [part for each in modules for part in each.modules()]
+    inside = [inner for each in modules for inner in each.modules()]
     # Places instead of parameters: other objects may be put there, as from the meta device.
     left_out = [
-        Owner.of(part, attribute)
-        for part in inside
-        for attribute, param in part._parameters.items()
+        Owner.of(inner, attribute)
+        for inner in inside
+        for attribute, param in inner._parameters.items()
         if id(param) in ignored
     ]
-    inner = list(dict.fromkeys(state for part in inside if (state := state_of(part)) is not None))
-    state = ShardState(modules, params, inner, (plans, *own_plans), sharding, mp_policy, reshards, left_out)
+    inner_states = list(dict.fromkeys(state for each in inside if (state := state_of(each)) is not None))
+    state = ShardState(modules, params, inner_states, (plans, *own_plans), sharding, mp_policy, reshards, left_out)
     for each in modules:
         move_buffers(each, sharding.device)
-        for part in each.modules():
-            part.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)  # for dynamo
+        for inner in each.modules():
+            inner.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)  # for dynamo
         become_sharded(each, state)
     if not rests:
         state.shard()

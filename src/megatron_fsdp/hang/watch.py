@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.comm.streams import Moment
-from megatron_fsdp.config.switches import checked_timeout, resolve_hang_log
+from megatron_fsdp.config.switches import checked_timeout
 from megatron_fsdp.engine.engine import Engine, engine_of_model
 from megatron_fsdp.engine.executor import communicated_bytes
 from megatron_fsdp.engine.observer import ON_REQUEST, Observer, Phase, close_phase
@@ -195,10 +195,11 @@ def log_for_hangs(model: nn.Module, folder: str | os.PathLike[str], *, timeout_s
     Raises:
         ConfigurationError: As `MegatronFSDP.log_for_hangs`, or the model is not sharded.
     """
-    _start_logging(engine_of_model(model), folder, timeout_s)
+    start_logging(engine_of_model(model), folder, timeout_s)
 
 
-def _start_logging(engine: Engine, folder: str | os.PathLike[str], timeout_s: float | None) -> None:
+def start_logging(engine: Engine, folder: str | os.PathLike[str], timeout_s: float | None) -> None:
+    """Begin the log of an engine. Collective."""
     log = None
     try:
         with all_agree("starting a log for hangs", engine.reaching_all):
@@ -222,13 +223,6 @@ def stop_logging_for_hangs(model: nn.Module) -> None:
     if log := _log_of(engine):
         engine.observers.remove(log)
         log.close()
-
-
-def log_if_asked(engine: Engine) -> None:
-    """Start the log if the environment asks for one; ranks have agreed on that before."""
-    settings = resolve_hang_log()
-    if settings is not None:
-        _start_logging(engine, settings.folder, settings.timeout_s)
 
 
 def _log_of(engine: Engine) -> HangLog | None:

@@ -14,7 +14,7 @@ from megatron_fsdp.comm.agreement import all_agree, raise_together
 from megatron_fsdp.comm.axis import address_of, broadcast
 from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import local_part
+from megatron_fsdp.engine.group_plan import local_tensor
 from megatron_fsdp.engine.memory import full_view, on_device
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup
@@ -166,7 +166,7 @@ def _take_in(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
     with torch.no_grad():
         for group, params in _of_groups(units, copies):
             for index, param in enumerate(params):
-                group.weights.main.store(index, local_part(param))
+                group.weights.main.store(index, local_tensor(param))
     engine.install_main_weights()
 
 
@@ -181,7 +181,7 @@ def _check_copies(units: Sequence[Unit], copies: _Copies) -> None:
             for index, copy in enumerate(copies[unit.index][group_index]):
                 shape = group.plan.layout.shapes[index]
                 held = [owner.parameters.get(owner.attribute) for owner in unit.owners[group_index][index]]
-                if any(each is not copy for each in held) or tuple(local_part(copy).shape) != shape:
+                if any(each is not copy for each in held) or tuple(local_tensor(copy).shape) != shape:
                     raise ConfigurationError(
                         f"{group.names[index]} was replaced inside full_parameters_context, or its shape {shape} was "
                         "changed; write into it instead, by copy_() or an init function"
@@ -194,7 +194,7 @@ def _compare(engine: Engine, units: Sequence[Unit], copies: _Copies) -> None:
     for group, params in _of_groups(units, copies):
         ranks = group.plan.rank_mesh.group
         if ranks is not None:
-            parts = zip(group.names, (local_part(param.detach()) for param in params), strict=True)
+            parts = zip(group.names, (local_tensor(param.detach()) for param in params), strict=True)
             named.setdefault(ranks, {}).update((name, part) for name, part in parts if part.numel())
     for ranks, tensors in named.items():
         differing = differing_tensors(tensors, ranks, engine.device) if tensors else ()
@@ -242,7 +242,7 @@ def open_pass(engine: Engine, what: str) -> Iterator[None]:
 def _entries(engine: Engine, tensor_of: Callable[[ParameterGroup, int], torch.Tensor | None]) -> list[Entry]:
     """List all tensors, group after group, in the order of the flat buffers."""
     return [
-        Entry(group, index, tensor, parts_of(group, index), local_part(tensor)._version)
+        Entry(group, index, tensor, parts_of(group, index), local_tensor(tensor)._version)
         for group in engine.groups()
         for index in sorted(range(len(group.names)), key=group.plan.layout.tensor_range)
         if (tensor := tensor_of(group, index)) is not None
@@ -269,7 +269,7 @@ def _stream(engine: Engine, entries: Sequence[Entry], bucket_bytes: int) -> Iter
     for (_, dtype, _), run in alike:
         for bucket in cut_into_buckets(run, bucket_bytes // 2, dtype):
             for entry in bucket:  # as by `param.data.mul_()` or clipping
-                if local_part(entry.tensor)._version != entry.version:
+                if local_tensor(entry.tensor)._version != entry.version:
                     engine.refuse_open_pass(f"{entry.name} was written to")
             full = gather(bucket, dtype, bucket_bytes // 2)
             assert full is not None

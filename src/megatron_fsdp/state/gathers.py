@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.axis import Axis, all_gather_flat, as_sent, broadcast
-from megatron_fsdp.engine.group_plan import local_part
+from megatron_fsdp.engine.group_plan import local_tensor
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.sharding.placement import Placement, Region
 
@@ -50,7 +50,7 @@ class Entry:
     @property
     def shard(self) -> torch.Tensor:
         """The local elements."""
-        return local_part(self.tensor).detach()
+        return local_tensor(self.tensor).detach()
 
     @property
     def name(self) -> str:

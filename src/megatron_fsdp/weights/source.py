@@ -18,7 +18,7 @@ from megatron_fsdp.comm.agreement import Groups, all_agree, device_over, gather_
 from megatron_fsdp.comm.axis import all_gather_flat
 from megatron_fsdp.comm.streams import SideStream, default_device
 from megatron_fsdp.engine.engine import Engine, engine_of_module
-from megatron_fsdp.engine.group_plan import local_part
+from megatron_fsdp.engine.group_plan import local_tensor
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError, RankError, ScheduleError
 from megatron_fsdp.sharding.units import ROOT_UNIT
@@ -288,7 +288,7 @@ class WeightSource:
         }
 
     def _versions(self) -> int:
-        return sum(local_part(param)._version for param in self._model.parameters())
+        return sum(local_tensor(param)._version for param in self._model.parameters())
 
     # ---- passes ------------------------------------------------------------------------------------------------------
     #
@@ -496,7 +496,7 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def _version(source: Source) -> int:
-    return local_part(source.tensor)._version
+    return local_tensor(source.tensor)._version
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -19,7 +19,7 @@ from megatron_fsdp.comm.agreement import raise_together
 from megatron_fsdp.comm.axis import backend_of, is_simulated
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import EngineOptions
-from megatron_fsdp.config.switches import resolve_check_lifetimes
+from megatron_fsdp.config.switches import resolve_check_lifetimes, resolve_hang_log
 from megatron_fsdp.debug.gradient_checks import make_checks
 from megatron_fsdp.debug.lifetimes import check_lifetimes
 from megatron_fsdp.debug.verify_ranks import RankVerifier
@@ -38,7 +38,7 @@ from megatron_fsdp.engine.weight_quantizer import WeightQuantizer
 from megatron_fsdp.errors import WRAPPER_WORDS, ConfigurationError, DoorWords, warn_caller
 from megatron_fsdp.formats.fp8_linear import Fp8Quantizer, emulation_note
 from megatron_fsdp.formats.tensor_extensions import ExtensionQuantizer, tensor_extension_of
-from megatron_fsdp.hang.watch import log_if_asked
+from megatron_fsdp.hang.watch import start_logging
 from megatron_fsdp.optim.optimizer import watch_optimizers
 from megatron_fsdp.optim.step import mark_replaced
 from megatron_fsdp.sharding.units import ParameterOwners, UnitPlan
@@ -137,8 +137,8 @@ def check_not_wrapped(module: object) -> None:
 
 def refuse_torch(module: nn.Module) -> None:
     """Have torch's `fully_shard` of a sharded module, and of those inside, raise before it changes anything."""
-    for part in module.modules():
-        part.__dict__.setdefault(REGISTRY_KEY, AppliedInterfaces())
+    for inner in module.modules():
+        inner.__dict__.setdefault(REGISTRY_KEY, AppliedInterfaces())
 
 
 def _quantizer(
@@ -239,7 +239,8 @@ def finish(
         units[0].state_dict_handles += convert_expert_names(engine, root)
     watch_optimizers(engine)
     answer_for_sharded_parameters(engine)
-    log_if_asked(engine)
+    if (log := resolve_hang_log()) is not None:  # ranks have agreed on that before
+        start_logging(engine, log.folder, log.timeout_s)
     everyone = engine.rank_meshes[0].group
     if options.verify_ranks_s and everyone is not None:
         in_order = engine.reduces_in_fixed_order

@@ -26,7 +26,7 @@ from megatron_fsdp.engine.group_plan import (
     GroupPlan,
     ModelSharding,
     Sharding,
-    local_part,
+    local_tensor,
     looked_up,
     part_of,
     plan_groups,
@@ -479,7 +479,7 @@ def _warn_of_duplicates(module: nn.Module, sharding: ModelSharding) -> None:
 
 
 def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    local = {name: local_part(tensor.detach()) for name, tensor in tensors.items()}
+    local = {name: local_tensor(tensor.detach()) for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in local.items() if tensor.numel() and has_values(tensor)}
 
 

@@ -29,7 +29,7 @@ from megatron_fsdp.automodel.pipeline_parallel.stages import (
 from megatron_fsdp.checkpoint.naming import PipelinePlace, own_name
 from megatron_fsdp.comm.agreement import Problem, all_agree, ask, gather_objects
 from megatron_fsdp.comm.fingerprint import fingerprint
-from megatron_fsdp.engine.group_plan import local_part
+from megatron_fsdp.engine.group_plan import local_tensor
 from megatron_fsdp.errors import ConfigurationError
 
 
@@ -482,7 +482,7 @@ class TiedEnd:
     @torch.no_grad()
     def equalize(self) -> None:
         """Copy the input embeddings to the head; both ranks call it. On the meta device it does nothing."""
-        local = local_part(self._param())
+        local = local_tensor(self._param())
         if local.is_meta or not local.numel():
             return
         if self.is_source:
@@ -505,7 +505,7 @@ class TiedEnd:
             return
         if param.grad is None:
             param.grad = torch.zeros_like(param)
-        own = local_part(param.grad)
+        own = local_tensor(param.grad)
         if own.numel():
             other = torch.empty_like(own)
             ops = [
@@ -532,7 +532,7 @@ def check_ends(end: TiedEnd | None, group: dist.ProcessGroup) -> None:
     if end is not None:
         param = end.part.get_parameter(end.name)
         placements = repr(param.placements) if isinstance(param, DTensor) else ""
-        own = (tuple(param.shape), tuple(local_part(param).shape), str(param.dtype), placements)
+        own = (tuple(param.shape), tuple(local_tensor(param).shape), str(param.dtype), placements)
     ask([(group, own)], _judge_ends)
 
 
