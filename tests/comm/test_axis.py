@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp.automodel.meshes import set_up_ranks
-from megatron_fsdp.comm.axis import Axis, Traffic
+from megatron_fsdp.comm.axis import Axis, Traffic, add_up_into, put_scaled, sum_received
 from megatron_fsdp.comm.groups import bound_device
-from megatron_fsdp.comm.reduction import add_up_into, put_scaled, sum_received
 from megatron_fsdp.doctor.local_ranks import join_job
 from megatron_fsdp.train.ranks import join_ranks
 from tests.conftest import RunRanks

@@ -170,3 +170,73 @@ class Axis:
     def _count_reduce_scatter(self, full: torch.Tensor) -> None:
         self.traffic.reductions += 1
         self.traffic.reduce_bytes += full.nbytes - full.nbytes // self.num_ranks
+
+
+# ---- sums of what an exchange brings, in rank order ------------------------------------------------------------------
+
+_ADDED_AT_ONCE = 1 << 16
+"""Elements per block of a sum, so that partial sums stay in the cache."""
+
+
+def sum_received(received: Tensor, num_ranks: int) -> Tensor:
+    """Sum the rows that `Axis.exchange` received, in rank order; overwrites `received`.
+
+    (num_ranks * shard_numel,) become (shard_numel,), in float32 for 16-bit inputs; else in the same dtype, a view of
+    the first row. Row after row is added in place, which takes less than half the time of a reduction over the rows and
+    no memory.
+    """
+    rows = received.view(num_ranks, -1)
+    total = rows[0].to(sum_dtype(received.dtype))
+    for row in rows[1:]:
+        total.add_(row)
+    return total
+
+
+def add_up_into(rows: Sequence[Tensor], out: Tensor, factor: float) -> None:
+    """Write the sum of two or more rows, times a factor, into `out`, which shares no memory with them.
+
+    The result equals `put_scaled` of the whole sum, bit for bit, and takes no memory where `out` has its dtype.
+    """
+    is_in_place = sum_dtype(rows[0].dtype) == out.dtype
+    for start in range(0, out.numel(), _ADDED_AT_ONCE):
+        parts = [row[start : start + _ADDED_AT_ONCE] for row in rows]
+        target = out[start : start + _ADDED_AT_ONCE]
+        if not is_in_place:
+            put_scaled(_sum(parts), factor, target)
+            continue
+        _sum(parts, target)
+        if factor != 1.0:
+            target.mul_(factor)
+
+
+def put_scaled(values: Tensor, factor: float, out: Tensor) -> None:
+    """Write values times a factor into a tensor of any floating dtype, rounding once.
+
+    `torch.mul(values, factor, out=out)` alone rounds to the dtype of `values` first, where `out` has a wider one.
+    """
+    dtype = torch.promote_types(values.dtype, out.dtype)
+    if values.dtype == dtype:
+        torch.mul(values, factor, out=out)
+    elif out.dtype == dtype:
+        out.copy_(values).mul_(factor)
+    else:
+        torch.mul(values.to(dtype), factor, out=out)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the accumulation dtype: float32, or the given one if it is wider or not floating."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def _sum(rows: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Sum two or more rows; into `out`, which has the dtype of the sum, or a new tensor."""
+    dtype = sum_dtype(rows[0].dtype)
+    if rows[0].dtype == dtype:
+        total = torch.add(rows[0], rows[1], out=out)
+        rest = rows[2:]
+    else:
+        total = rows[0].to(dtype) if out is None else out.copy_(rows[0])
+        rest = rows[1:]
+    for row in rest:
+        total.add_(row)
+    return total

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.axis import real_values
-from megatron_fsdp.comm.reduction import put_scaled
+from megatron_fsdp.comm.axis import put_scaled, real_values
 from megatron_fsdp.comm.streams import ChainedWork, CommStream, Work
 from megatron_fsdp.engine.group_plan import GroupPlan, local_tensor
 from megatron_fsdp.engine.memory import FlatBuffer, allocate, full_view, padding_ranges, shard_view

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_fsdp.comm.axis import Axis
-from megatron_fsdp.comm.reduction import add_up_into, sum_received
+from megatron_fsdp.comm.axis import Axis, add_up_into, sum_received
 from megatron_fsdp.comm.streams import Launch
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.sharding.placement import Placement, held_region

@@ -12,8 +12,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from megatron_fsdp.comm.axis import Axis
-from megatron_fsdp.comm.reduction import sum_received
+from megatron_fsdp.comm.axis import Axis, sum_received
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, register_with_torch
 from megatron_fsdp.engine.memory import FlatBuffer, allocate
