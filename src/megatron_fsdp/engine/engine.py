@@ -647,10 +647,8 @@ class Engine:
 
     def _fill_late(self, unit_index: int, delayed: DelayedGradients) -> None:
         """Copy a unit's gradients of a delayed backward into buckets or unreduced gradients, queued ones included."""
-        for group_index, group in enumerate(self.units[unit_index].groups):
-            if group.gradients is None:
-                continue
-            if not group.gradients.is_filling:
+        for group_index, group, gradients in self.units[unit_index].trained:
+            if not gradients.is_filling:
                 self._begin_filling(unit_index, group_index)
             for index, param in enumerate(group.full):
                 delayed.accumulate(param)
@@ -682,7 +680,7 @@ class Engine:
 
     def groups_with_gradients(self) -> list[tuple[ParameterGroup, GradientBuffers]]:
         """Return the trainable groups with their gradient buffers, in unit order."""
-        return [(group, group.gradients) for group in self.groups() if group.gradients is not None]
+        return [found[1:] for unit in self.units for found in unit.trained]
 
     @property
     def has_deferred_gradients(self) -> bool:
@@ -730,7 +728,7 @@ class Engine:
             check.begin()
         self._match_after_reset()
         for unit in reversed(self.units if units is None else units):
-            if any(group.gradients is not None and group.gradients.has_unreduced_gradient for group in unit.groups):
+            if any(gradients.has_unreduced_gradient for _, _, gradients in unit.trained):
                 concludes = True
                 self.executor.run((Operation(Action.REDUCE, unit.index),), SyncScope.EVERYWHERE)
             else:
@@ -748,12 +746,7 @@ class Engine:
         self._defers = self._has_unattached = is_partial
         self._agreed_since_change = not is_partial
         renewed: list[tuple[ParameterGroup, list[bool]]] = []
-        synced = [
-            (group, group.gradients)
-            for unit in units
-            for group in unit.groups
-            if group.gradients is not None and any(group.trained_since_attach)
-        ]
+        synced = [found[1:] for unit in units for found in unit.trained if any(found[1].trained_since_attach)]
         for rank_mesh, usage in self._usage.items():
             trainable = [found for found in synced if found[0].plan.rank_mesh is rank_mesh]
             used_here = [

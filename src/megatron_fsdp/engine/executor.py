@@ -193,9 +193,8 @@ class Executor:
         self._buckets.set_count(count)
         self._scratch.set_count(self._scratch_count)
         for unit in self._units:
-            for group in unit.groups:
-                if group.gradients is not None:
-                    group.gradients.bucket_views.clear()
+            for _, _, gradients in unit.trained:
+                gradients.bucket_views.clear()
 
     @property
     def _scratch_count(self) -> int:
@@ -295,26 +294,27 @@ class Executor:
 
     def reduce(self, unit: Unit, sync_scope: SyncScope) -> None:
         """Start to reduce all gradients of a unit; outside of the sync scope keep them unreduced."""
-        if sync_scope is SyncScope.NOWHERE:
-            for group_index in range(len(unit.groups)):
-                self._defer(unit, group_index)
-            return
-        if self.in_backward is not None:
+        if self.in_backward is not None and sync_scope is not SyncScope.NOWHERE:
             self.in_backward.unit_reduces(unit)
+        reducing = []
+        for found in unit.trained:
+            group_index, group, gradients = found
+            if not group.reduces:
+                continue
+            # No gradient came on this rank, but one may have on another: every rank launches the same reductions, now
+            # or later, of zeros here.
+            if not gradients.is_filling and not gradients.has_unreduced_gradient:
+                self._begin_filling(unit, group_index, sync_scope)
+            if unit.defers(group_index, sync_scope):
+                gradients.stop_filling()
+            else:
+                reducing.append(found)
+        if sync_scope is SyncScope.NOWHERE:
+            return
         bucket = self._bucket(unit)
         scratch = self._scratch_for(unit)
         works = []
-        for group_index, group in enumerate(unit.groups):
-            gradients = group.gradients
-            if gradients is None or not group.reduces:
-                continue
-            if unit.defers(group_index, sync_scope):
-                self._defer(unit, group_index)
-                continue
-            # No gradient came on this rank, but one may have on another: every rank launches the same reductions, of
-            # zeros here.
-            if not gradients.is_filling and not gradients.has_unreduced_gradient:
-                self._begin_filling(unit, group_index, sync_scope)
+        for group_index, group, gradients in reducing:
             received = None if scratch is None else unit.bucket_of(group_index, scratch)
             works.append(
                 gradients.reduce(
@@ -327,18 +327,18 @@ class Executor:
 
     def reduce_outer(self, unit: Unit) -> bool:
         """Start to reduce a unit's partly reduced gradients over the outer ranks; return False if there are none."""
-        if not any(group.gradients is not None and group.gradients.has_partly_reduced for group in unit.groups):
+        waiting = [found for found in unit.trained if found[2].has_partly_reduced]
+        if not waiting:
             return False
         while len(self._outer_reductions) >= OUTER_REDUCTIONS:
             self._finish_outer_reduction()
         block = self._outer_buffers.borrow() if self._outer_buffers.held_bytes else None
         with self._communicating(Phase.REDUCE_OUTER, unit):
             started = [
-                group.gradients.reduce_outer(
+                gradients.reduce_outer(
                     self._outer_stream, group.sharded, self.going_stream, unit.outer_buffer_of(group_index, block)
                 )
-                for group_index, group in enumerate(unit.groups)
-                if group.gradients is not None and group.gradients.has_partly_reduced
+                for group_index, group, gradients in waiting
             ]
         self._outer_reductions.append((unit.index, block, started))
         return True
@@ -352,16 +352,6 @@ class Executor:
             self._outer_buffers.give_back(block)
         if self.in_backward is not None:
             self.in_backward.unit_is_reduced(self._units[index])
-
-    def _defer(self, unit: Unit, group_index: int) -> None:
-        """Keep a group's gradients unreduced, zeros for missing ones, so that all ranks reduce the same later."""
-        group = unit.groups[group_index]
-        if group.gradients is None or not group.reduces:
-            return
-        # As in `reduce`.
-        if not group.gradients.is_filling and not group.gradients.has_unreduced_gradient:
-            self._begin_filling(unit, group_index, SyncScope.NOWHERE)
-        group.gradients.stop_filling()
 
     def _pool(self, unit: Unit) -> BucketPool:
         return self._root_bucket if unit.index == ROOT_UNIT else self._buckets
@@ -428,9 +418,8 @@ class Executor:
         for unit in self._units:
             unit.wait_for_unshard()
             unit.expect_update()
-            for group in unit.groups:
-                if group.gradients is not None:
-                    group.gradients.stop_filling()  # unreduced gradients of earlier backwards stay
+            for _, _, gradients in unit.trained:
+                gradients.stop_filling()  # unreduced gradients of earlier backwards stay
         self._borrowed.clear()
         for pool in self._pools:
             pool.reclaim()

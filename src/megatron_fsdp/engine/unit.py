@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.streams import CommStream, Work
 from megatron_fsdp.dtensor.shard_spec import OwningUnit
+from megatron_fsdp.engine.gradients import GradientBuffers
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import Block
 from megatron_fsdp.engine.memory_plan import outer_buffer_offsets, pack_bytes
@@ -148,6 +149,11 @@ class Unit:
         """Return True if a group stays unreduced in a reduction of this scope: groups may have other placements."""
         is_inside = sync_scope is SyncScope.INSIDE and not self._accumulates_shards[group_index]
         return is_inside or sync_scope is SyncScope.NOWHERE
+
+    @property
+    def trained(self) -> list[tuple[int, ParameterGroup, GradientBuffers]]:
+        """The groups that take gradients, or did before they were frozen: position, group and gradient buffers."""
+        return [(at, group, group.gradients) for at, group in enumerate(self.groups) if group.gradients is not None]
 
     @property
     def is_trainable(self) -> bool:

@@ -197,6 +197,7 @@ class _Unit:
         exchanged = [group for group in trained if group.exchanges_inner]
         outer = [group for group in trained if group.outer_buffer_bytes]
         self.groups, self.gradients, self.sharded, self.reduces = (self,), self, (), bool(trained)
+        self.trained = ((0, self, self),)
         self.exchanges_inner, self.reduces_outer = bool(exchanged), bool(outer)
         self._messages = {
             (axis, is_gather): [
