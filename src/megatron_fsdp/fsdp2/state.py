@@ -106,9 +106,8 @@ class ShardState:
         ignored: Sequence[Owner],
     ) -> None:
         self.params = params
-        self.plans, *self.other_plans = (
-            plans  # kept, so that the next call finds them; others: of parameters' own meshes
-        )
+        # All are kept, so that the next call finds them; the others are of parameters with a mesh of their own.
+        self.plans, *self.other_plans = plans
         self.sharding = sharding
         self.reshard_after_forward, self.reshard_after_backward = reshard_after_forward, True
         self.mode = SyncMode()

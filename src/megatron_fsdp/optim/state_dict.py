@@ -205,9 +205,9 @@ def with_blank_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     for owner, group, packed in zip(owners, optimizer.param_groups, state_dict["param_groups"], strict=True):
         is_known = is_known_without_a_step(owner) and not isinstance(owner, torch.optim.Adagrad)  # which has it at once
         for param, number in zip(group["params"], packed["params"], strict=True):
-            held_by, _ = engine_of(param).group_and_index[id(param)]
-            # One that was frozen after the model was sharded may have been trained before.
-            makes = is_known and (param.requires_grad or held_by.gradients is not None)
+            makes = is_known and param.requires_grad
+            if is_known and not makes:  # frozen after the model was sharded, it may have been trained before
+                makes = engine_of(param).group_and_index[id(param)][0].gradients is not None
             found = had.get(number) or (_first_state(owner, group, param) if makes else None)
             if found:
                 state[number] = found

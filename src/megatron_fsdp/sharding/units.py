@@ -513,7 +513,7 @@ def group_parameters(parameters: Sequence[ParameterInfo]) -> tuple[ParameterGrou
 
 
 def cut_groups(groups: Sequence[ParameterGroupSpec], group_numel: int | None) -> tuple[ParameterGroupSpec, ...]:
-    """Cut groups into buckets; the parameter that reaches the limit is the last of its bucket."""
+    """Cut groups into smaller ones; the parameter that reaches the limit is the last of its group."""
     if group_numel is None:
         return tuple(groups)
     cut: list[ParameterGroupSpec] = []
