@@ -75,11 +75,6 @@ def install() -> Installation:
     return _installed[0]
 
 
-def is_installed() -> bool:
-    """Return True if torch's name for `fully_shard` is bound to ours."""
-    return bool(_installed)
-
-
 def _rebind(old: Any, new: Any) -> None:
     for name in CLIENTS:
         module = sys.modules.get(name)
