@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import sys
 import unicodedata
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_Class = TypeVar("_Class")
 
 _NOT_THE_USER = (__name__.partition(".")[0], "torch", "dataclasses", "contextlib", "functools")
 """Top-level modules whose frames are skipped: ours, and those through which users call us (`with`, decorators)."""
@@ -157,3 +164,51 @@ class CheckpointError(MegatronFSDPError, RuntimeError):
 
 class TraceError(MegatronFSDPError, ValueError):
     """A trace cannot be recorded, written or read; names the file and the fault."""
+
+
+# ---- arguments that are misspelt or missing --------------------------------------------------------------------------
+
+
+def nearest_name(given: object, known: Iterable[str], otherwise: str = "") -> str:
+    """Return a suggestion for a name that does not exist, to end a message with."""
+    names = list(known)
+    nearest = difflib.get_close_matches(str(given), names, n=1)
+    return f"did you mean {nearest[0]!r}?" if nearest else otherwise or f"the fields are {', '.join(names)}."
+
+
+def explains_arguments(
+    **cures: str,
+) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Make a function's errors suggest a name for an unknown keyword, and the cure for a missing argument.
+
+    Its signature stays readable by `inspect`. The errors are TypeErrors, as Python's own.
+
+    Args:
+        cures: What a caller who leaves out a required argument may want, by name of the argument.
+    """
+
+    def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        signature = inspect.signature(function)
+        name = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            for given in kwargs:
+                if given not in signature.parameters:
+                    hint = nearest_name(given, signature.parameters, f"see help({name}).")
+                    raise TypeError(f"{name}() has no argument {given!r}; {hint}")
+            bound = signature.bind_partial(*args, **kwargs).arguments
+            for missing, cure in cures.items():
+                if missing not in bound:
+                    raise TypeError(f"{name}() was called without {missing!r}; {cure}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def explains_fields(cls: type[_Class]) -> type[_Class]:
+    """Apply `explains_arguments` to a dataclass."""
+    cls.__init__ = explains_arguments()(cls.__init__)  # type: ignore[method-assign]
+    return cls

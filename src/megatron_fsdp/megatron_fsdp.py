@@ -18,8 +18,7 @@ from torch import nn
 from megatron_fsdp.comm.agreement import Groups, agreed, all_agree
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.streams import resolve_device
-from megatron_fsdp.config.arguments import explains_arguments, refuse_unsupported
-from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig, refuse_unsupported
 from megatron_fsdp.config.engine_options import (
     EngineOptions,
     MemoryArguments,
@@ -42,7 +41,7 @@ from megatron_fsdp.engine.memory_plan import bucket_count
 from megatron_fsdp.engine.observer import Observer
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode
-from megatron_fsdp.errors import ConfigurationError, warn_caller
+from megatron_fsdp.errors import ConfigurationError, explains_arguments, warn_caller
 from megatron_fsdp.hang.watch import log_for_hangs, stop_logging_for_hangs
 from megatron_fsdp.optim.grad_norm import clip_gradients
 from megatron_fsdp.optim.optimizer import float32_by

@@ -18,11 +18,16 @@ from megatron_fsdp.automodel.multimodal import (
     MultimodalDistributedConfig,
     normalize_activation_checkpointing_scope,
 )
-from megatron_fsdp.config.arguments import explains_fields
 from megatron_fsdp.config.offload import resolve_offload
 from megatron_fsdp.config.precision import MixedPrecisionPolicy as EnginePolicy
 from megatron_fsdp.config.strategy import resolve_strategy
-from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, ParallelSizeError, warn_caller
+from megatron_fsdp.errors import (
+    ConfigurationError,
+    NotSupportedYetError,
+    ParallelSizeError,
+    explains_fields,
+    warn_caller,
+)
 
 BACKENDS = ("nccl", "gloo")
 

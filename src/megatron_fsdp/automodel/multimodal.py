@@ -10,8 +10,7 @@ from typing import Any
 from torch import nn
 
 from megatron_fsdp.automodel.architecture import find_layers, lists_of_layers
-from megatron_fsdp.config.arguments import explains_fields
-from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, explains_fields
 
 SCOPES = ("all", "language", "vision", "audio", "multimodal")
 """The groups of layers that may be recomputed."""

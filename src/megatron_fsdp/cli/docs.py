@@ -6,9 +6,8 @@ import argparse
 from importlib.resources import files
 
 from megatron_fsdp.cli.output import write_text
-from megatron_fsdp.config.arguments import nearest_name
 from megatron_fsdp.config.command_parser import EXIT_SAME
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, nearest_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

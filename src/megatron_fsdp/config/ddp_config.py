@@ -13,17 +13,48 @@ from typing import Any, NamedTuple, Self
 import torch
 import yaml
 
-from megatron_fsdp.config.arguments import DECIDED_ELSEWHERE, explains_fields, nearest_name
 from megatron_fsdp.config.precision import DTYPE_NAMES, check_main_dtype, weight_formats_of
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.config.yaml_mapping import read_mapping
-from megatron_fsdp.errors import ConfigurationError, warn_caller
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, explains_fields, nearest_name, warn_caller
 
 MOST = 2**63 - 1
 """The largest whole number of a field: sizes are counted in 64 bits, and Python cannot print every larger one."""
 
 FOLLOW = "auto"
 """The word for a dtype of None in flags and files."""
+
+
+IN_SLOTS = (
+    "bytes of weight_format='mxfp8' are gathered into the slot of the weights, which a unit needs beside its gradients "
+    "in backward anyway"
+)
+
+NOT_IMPLEMENTED: Mapping[str, str] = {"reuse_grad_buf_for_mxfp8_param_ag": IN_SLOTS}
+"""Switches that have to stay off under every front end, with the reason."""
+
+DECIDED_ELSEWHERE: Mapping[str, str] = {
+    "grad_reduce_in_fp32": "mixed_precision_policy names the dtypes of gradients, and where it follows this is float32",
+    "use_distributed_optimizer": "data_parallel_sharding_strategy says what is sharded",
+    "num_distributed_optimizer_instances": "dist_index says which ranks share an optimizer (dp_outer_dim)",
+    "align_param_gather": "whoever calls start_param_sync decides when pipeline stages gather",
+    "num_buckets": "parameters are gathered and reduced by units",
+    "pad_buckets_for_high_nccl_busbw": "parameters are gathered and reduced by units",
+    "use_megatron_fsdp": "whoever calls MegatronFSDP has chosen it",
+    "use_custom_fsdp": "whoever calls MegatronFSDP has chosen it",
+}
+"""Fields of a configuration that decide nothing in `MegatronFSDP`, with the reason."""
+
+
+def refuse_unsupported(given: Mapping[str, Any]) -> None:
+    """Raise if a field of `NOT_IMPLEMENTED` is not at its default."""
+    at_fault = [
+        f"{name}={given[name]!r} (default False)" for name in NOT_IMPLEMENTED if given.get(name, False) is not False
+    ]
+    if at_fault:
+        raise NotSupportedYetError(
+            f"not supported yet: {', '.join(at_fault)}; this version accepts the default only, so leave it out"
+        )
 
 
 class Exclusion(NamedTuple):

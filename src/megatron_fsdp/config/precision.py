@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fsdp.config.arguments import explains_fields
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, explains_fields
 
 WEIGHT_FORMAT_NAMES = ("fp8", "fp8_compute", "mxfp8", "nvfp4")
 """Names of the formats of `megatron_fsdp.sharding.weight_formats`."""

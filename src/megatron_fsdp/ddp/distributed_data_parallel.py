@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.agreement import Groups, agreed, all_agree
 from megatron_fsdp.comm.axis import real_values
-from megatron_fsdp.config.arguments import explains_arguments
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import checked_deterministic, engine_options_of
 from megatron_fsdp.config.offload import OffloadArgument, resolve_offload
@@ -28,7 +27,7 @@ from megatron_fsdp.engine.group_plan import ModelSharding, local_tensor, paramet
 from megatron_fsdp.engine.hooks import register_hooks
 from megatron_fsdp.engine.schedule import ScheduleConfig
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, explains_arguments
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, check_mesh, mesh_and_dim, ranks_of, tensor_parallel_dim
 from megatron_fsdp.sharding.units import UnitPlan, aliases_in
 from megatron_fsdp.wrap.shard_unit import check_not_wrapped

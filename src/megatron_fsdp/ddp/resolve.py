@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from megatron_fsdp.config.arguments import NOT_IMPLEMENTED
-from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.ddp_config import NOT_IMPLEMENTED, DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import default_bucket_numel, strategies_of, with_weight_format
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy

@@ -12,8 +12,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from megatron_fsdp.config.arguments import IN_SLOTS
-from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.ddp_config import IN_SLOTS, DistributedDataParallelConfig
 from megatron_fsdp.config.ddp_config_flags import in_flags, off_flag_of
 from megatron_fsdp.config.engine_options import with_weight_format
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
