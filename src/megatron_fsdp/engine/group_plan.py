@@ -593,15 +593,13 @@ def parameter_info(
     `unit_modules` are the paths of the modules that are its unit.
     """
     shape = tuple(local_tensor(param).shape)
-    own = sharding.of(name, param)
     key = GroupKey(
         param.dtype,
         param.requires_grad,
-        sharding=own,
+        sharding=sharding.of(name, param),
         is_scalar=not shape,
         sums_in_fp32=sharding.sums_in_fp32(name),
         weight_format=sharding.weight_formats.get(name),
-        placements=own.placements,
     )
     return ParameterInfo(name, shape, key, name in sharding.lookups and name.rpartition(".")[0] in unit_modules)
 

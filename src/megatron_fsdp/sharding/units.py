@@ -478,7 +478,6 @@ class GroupKey:
     is_scalar: bool = False  # no dimension to shard, so that every rank holds them whole
     sums_in_fp32: bool = False  # gradients are accumulated in float32, whatever they travel in
     weight_format: WeightFormat | None = None  # that they are gathered in; None: their dtype
-    placements: Hashable = None  # the `Placements` of trained parameters of these ranks
 
 
 @dataclass(frozen=True)
