@@ -680,7 +680,7 @@ class Engine:
 
     def groups_with_gradients(self) -> list[tuple[ParameterGroup, GradientBuffers]]:
         """Return the trainable groups with their gradient buffers, in unit order."""
-        return [found[1:] for unit in self.units for found in unit.trained]
+        return [(group, gradients) for unit in self.units for _, group, gradients in unit.trained]
 
     @property
     def has_deferred_gradients(self) -> bool:
@@ -746,7 +746,8 @@ class Engine:
         self._defers = self._has_unattached = is_partial
         self._agreed_since_change = not is_partial
         renewed: list[tuple[ParameterGroup, list[bool]]] = []
-        synced = [found[1:] for unit in units for found in unit.trained if any(found[1].trained_since_attach)]
+        all_trained = ((group, gradients) for unit in units for _, group, gradients in unit.trained)
+        synced = [found for found in all_trained if any(found[0].trained_since_attach)]
         for rank_mesh, usage in self._usage.items():
             trainable = [found for found in synced if found[0].plan.rank_mesh is rank_mesh]
             used_here = [

@@ -327,7 +327,7 @@ class Executor:
 
     def reduce_outer(self, unit: Unit) -> bool:
         """Start to reduce a unit's partly reduced gradients over the outer ranks; return False if there are none."""
-        waiting = [found for found in unit.trained if found[2].has_partly_reduced]
+        waiting = [(at, group, grads) for at, group, grads in unit.trained if grads.has_partly_reduced]
         if not waiting:
             return False
         while len(self._outer_reductions) >= OUTER_REDUCTIONS:
