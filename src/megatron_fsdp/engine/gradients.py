@@ -611,13 +611,6 @@ class GradientBuffers:
             each.counts = each.attached = each.was_set = each.arrived = False
         self._unreduced_gradient = self._partly_reduced = None
 
-    def ensure_sums(self, deferred: bool, inner: bool) -> None:
-        """Allocate zero gradients where there are none here, since another rank will reduce its own."""
-        if deferred and self._unreduced_gradient is None:
-            self._unreduced_gradient = self._zeros(self.layout.numel)
-        if inner and self._partly_reduced is None:
-            self._partly_reduced = self._zeros(self.reducer.first_region.numel)
-
     def _zeros(self, numel: int) -> torch.Tensor:
         return torch.zeros(numel, dtype=self.precision.main_grads, device=self.main.device)
 
@@ -710,4 +703,7 @@ def match_waiting_sums(gradients: Sequence[GradientBuffers], rank_mesh: RankMesh
     )
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=rank_mesh.group)
     for each, (deferred, inner) in zip(gradients, flags.tolist(), strict=True):
-        each.ensure_sums(bool(deferred), bool(inner))
+        if deferred and each._unreduced_gradient is None:
+            each._unreduced_gradient = each._zeros(each.layout.numel)
+        if inner and each._partly_reduced is None:
+            each._partly_reduced = each._zeros(each.reducer.first_region.numel)
