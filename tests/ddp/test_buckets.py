@@ -46,7 +46,7 @@ def test_kinds_have_buckets_of_their_own_in_the_order_of_their_first_parameters(
         info("b", 4, torch.bfloat16),
         info("c", 4),
         info("frozen", 100, requires_grad=False),
-        info("expert", 4, rank_mesh="experts"),
+        info("expert", 4, sharding="experts"),
         ParameterInfo("sums", (4,), GroupKey(torch.float32, True, False, sums_in_fp32=True)),
         info("d", 4, torch.bfloat16),
         ParameterInfo("scalar", (), GroupKey(torch.float32, True, False, is_scalar=True)),
