@@ -239,6 +239,7 @@ def test_names_about_tensors_of_transformer_engine_say_that_there_are_none() -> 
         _ = mixed_precision.fp9_quantize
     assert get_te_version() is None
     assert not is_te_min_version("1.0")
+    assert mixed_precision.is_te_min_version is is_te_min_version
     number = torch.__version__.partition("+")[0]
     assert [is_torch_min_version(each) for each in ("2.9", "2.11", number, "99.0")] == [True, True, True, False]
     assert not is_torch_min_version(number, check_equality=False)

@@ -5,7 +5,7 @@ import torch
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, is_float8tensor, is_te_tensor
 from megatron_fsdp.errors import NotSupportedYetError
 
-__all__ = ["MixedPrecisionPolicy", "is_blockwise_float8tensor", "is_float8tensor"]
+__all__ = ["MixedPrecisionPolicy", "is_blockwise_float8tensor", "is_float8tensor", "is_te_min_version"]
 
 _FUNCTIONS = (
     "fp8_need_transpose_data",
@@ -18,6 +18,11 @@ _FUNCTIONS = (
     "fp8_dequantize",
     "get_quantized_model_init_context_cls",
 )
+
+
+def is_te_min_version(vers: str, check_equality: bool = True) -> bool:  # noqa: ARG001
+    """Return False: this package does not use TransformerEngine."""
+    return False
 
 
 def is_blockwise_float8tensor(tensor: torch.Tensor) -> bool:

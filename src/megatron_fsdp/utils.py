@@ -16,6 +16,7 @@ from torch.torch_version import TorchVersion
 
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, explains_arguments
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.mixed_precision import is_te_min_version as is_te_min_version
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex as FSDPDistributedIndex  # clients look for it here
 
 _MODE_DIMS = {"column": 0, "row": 1}
@@ -102,11 +103,6 @@ def is_submodule(
 
 def get_te_version() -> None:
     """Return None: this package does not use TransformerEngine."""
-
-
-def is_te_min_version(vers: str, check_equality: bool = True) -> bool:  # noqa: ARG001
-    """Return False: this package does not use TransformerEngine."""
-    return False
 
 
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:

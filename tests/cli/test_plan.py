@@ -337,6 +337,11 @@ def test_the_shortage_of_the_host_stands_in_the_advice(capsys: pytest.CaptureFix
         ("preset: tiny\nuse_torch_fsdp2: true\n", "", "trains with FSDP2, which cannot be planned"),
         ("preset: tiny\nuse_megatron_fsdp: false\n", "", "trains with buckets, which cannot be planned"),
         ("preset: tiny\ndelay_wgrad_compute: true\n", "", "--delay-wgrad-compute, which cannot be planned: it keeps"),
+        (
+            "preset: tiny\nuse_megatron_fsdp: true\ndata_parallel_sharding_strategy_experts: optim\n",
+            "",
+            "--data-parallel-sharding-strategy-experts, which cannot be planned: plan one strategy",
+        ),
         ("preset: tiny\nhidden-sze: 3\n", "", "is no option; did you mean hidden_size?"),
         ("preset: tiny\ntokenizer_type: bpe\n", "", "does not say how many tokens there are"),
         (

@@ -324,6 +324,8 @@ def _check_job(job: Job, path: Path) -> None:
     engine = {"torch_fsdp2": "FSDP2", "ddp": "buckets"}.get(job.engine)
     refusals = {
         f"--config {path} trains with {engine}": engine and "set use_megatron_fsdp in it, or plan by MODEL and flags",
+        "--data-parallel-sharding-strategy-experts": job.ddp.data_parallel_sharding_strategy_experts
+        and "plan one strategy of all parameters: leave it out",
         "--delay-wgrad-compute": job.ddp.delay_wgrad_compute and "it keeps what is planned to be freed; leave it out",
         "--recompute-num-layers": training.recompute_granularity == "full"
         and training.recompute_num_layers is not None

@@ -36,6 +36,7 @@ TENSOR, CONTEXT, PIPELINE, EXPERT = (
 )
 FULL = {"recompute_granularity": "full"}
 TWO = {**EVERYTHING, "num_distributed_optimizer_instances": 2}
+ZERO_1 = {**UNITS, "data_parallel_sharding_strategy": "optim"}
 WITHOUT_ADAM = {name: value for name, value in DECODER.items() if name != "adam_eps"}
 TABLE: dict[str, tuple[int, dict[str, Any]]] = {
     **{
@@ -124,6 +125,8 @@ TABLE: dict[str, tuple[int, dict[str, Any]]] = {
         {**EVERYTHING, **EXPERT, **CONTEXT},
         {**EVERYTHING, **EXPERT, **PIPELINE},
         {**EVERYTHING, **EXPERT, **TENSOR},
+        {**ZERO_1, **EXPERT, "data_parallel_sharding_strategy_experts": "optim_grads_params"},
+        {**ZERO_1, "data_parallel_sharding_strategy_experts": "optim_grads"},
     ),
 }
 SHORT = ["five samples on 3 ranks by 1", "optim_grads", "sgd", "two instances, optim", "llama 2", "llama 14"]
