@@ -27,6 +27,9 @@ else
   export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
+# Every rank of a test, and every program that a test starts, imports what the others have compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv run test test-full test-torch mutants fuzz soak lint fmt docs pages bench bench-compare bench-checkpoints gpu-check clean check-python
 
