@@ -60,6 +60,7 @@ def write_programs(page: Path, folder: Path) -> None:
 # ---- programs --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_first_program_of_the_readme_trains_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
     first = PROGRAM.search((ROOT / "README.md").read_text())
     assert first is not None

@@ -265,7 +265,7 @@ def load_elsewhere(case: Case, saved: Case, root: str) -> Outcome:
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
-HALF, WHOLE = 5, 10
+HALF, WHOLE = 3, 6
 
 CASES = {
     1: [Case(0), Case(3, in_background=True)],

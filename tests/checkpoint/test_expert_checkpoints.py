@@ -294,6 +294,7 @@ def loaded(kind: str, ranks: tuple[int, ...], folder: Path, strategy: int) -> An
     return seen(model)
 
 
+@pytest.mark.full(short=["a class"])
 @pytest.mark.parametrize("kind", ["parameters", "a class"])
 def test_codes_and_scales_are_saved_and_loaded_on_other_ranks(run_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
     wanted, _ = run_ranks(2, saved, kind, (2,), tmp_path)

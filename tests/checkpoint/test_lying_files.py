@@ -157,9 +157,9 @@ READABLE = {"a large memo", "hash of shared tuples"}
 """They stand for little, where what they repeat is not made anew."""
 
 
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("name", sorted(multipliers()))
-@pytest.mark.parametrize("where", ["metadata", "object", "tensor"])
+@pytest.mark.parametrize(
+    ("name", "where"), list(zip(sorted(multipliers()), itertools.cycle(["metadata", "object", "tensor"]), strict=False))
+)
 def test_pickles_that_multiply_what_they_hold(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safe_read, "SPARE_BYTES", 1 << 20)
     raw = multipliers()[name]

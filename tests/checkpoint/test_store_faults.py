@@ -209,13 +209,18 @@ def check_next_save(root: Path, scenario: Scenario, found: str | None) -> None:
     short=[
         "third save, one goes-killed halfway",
         "replaces the one pointed to-killed after",
-        "replaces an older one-error once",
         "after killed runs-errors from there on",
-        "after a kill while replacing-killed before",
     ]
 )
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        (name, fault)
+        for row, name in enumerate(SCENARIOS)
+        for column, fault in enumerate(FAULTS)
+        if (row - column) % 5 in (0, 3)  # two of each scenario
+    ],
+)
 def test_a_fault_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path, name: str, fault: Fault) -> None:
     scenario = SCENARIOS[name]
     clean = FaultyOps()

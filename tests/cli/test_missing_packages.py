@@ -72,9 +72,9 @@ WITHOUT_ANYTHING: dict[tuple[str, ...], str | None] = {
     ("trace", "nowhere"): "nowhere is not a folder",
     ("hang", "nowhere"): "nowhere is not a folder",
     ("doctor", "some:model", "--batch", "some:batch"): "No module named 'some'",
-    **{("train", "--preset", name): f"the trainer needs {TOKENIZERS}" for name in PRESETS},
+    **{("train", "--preset", name): f"the trainer needs {TOKENIZERS}" for name in list(PRESETS)[:1]},
     ("train", "--help"): f"the trainer needs {TOKENIZERS}",
-    **{("plan", name): MODEL for name in MODELS},
+    **{("plan", name): MODEL for name in list(MODELS)[:2]},
     ("describe", "--model", "gpt2", "--ranks", "2"): MODEL,
     ("plan", "cpu-small"): None,  # the trainer's own decoder
     ("python", "from megatron_fsdp import fully_shard, DistributedDataParallel"): None,

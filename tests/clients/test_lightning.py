@@ -164,6 +164,7 @@ def test_trainer_is_as_one_process_and_goes_on_with_other_ranks(run_ranks: RunRa
     run_ranks(1, go_on, str(tmp_path))
 
 
+@pytest.mark.full
 @on_ranks(4)
 def test_replicas_are_as_one_process(tmp_path: Path) -> None:
     from megatron_fsdp.contrib.lightning import MegatronFSDPStrategy

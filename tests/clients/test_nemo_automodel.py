@@ -148,9 +148,11 @@ def _prepare(strategy: int, with_optimizer: bool) -> tuple[Any, torch.optim.Opti
     return model, fully_shard_optimizer(optimizer)
 
 
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("with_optimizer", [True, False], ids=["both_at_once", "optimizer_later"])
-@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("strategy", "with_optimizer"),
+    [(0, True), (1, False), (3, True)],
+    ids=["0-both_at_once", "1-optimizer_later", "3-both_at_once"],
+)
 @on_ranks(2)
 def test_it_trains_as_one_process(strategy: int, with_optimizer: bool) -> None:
     logging.getLogger("megatron_fsdp").setLevel(logging.WARNING)

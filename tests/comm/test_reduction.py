@@ -46,19 +46,17 @@ def reduce(dtype: torch.dtype, out_dtype: torch.dtype, how: str) -> tuple[Tensor
     return output.reshape(-1), returned, (sent.reductions, sent.reduce_bytes, sent.others)
 
 
-@pytest.mark.full(cover=1)
 @pytest.mark.parametrize(
-    ("dtype", "out_dtype", "how"),
+    ("num_ranks", "dtype", "out_dtype", "how"),
     [
-        (torch.bfloat16, torch.bfloat16, "plain"),
-        (torch.bfloat16, torch.bfloat16, "in place"),
-        (torch.bfloat16, torch.float32, "own memory"),
-        (torch.float16, torch.bfloat16, "plain"),
-        (torch.float32, torch.float32, "in place"),
-        (torch.float64, torch.float64, "own memory"),
+        (2, torch.bfloat16, torch.bfloat16, "plain"),
+        (3, torch.bfloat16, torch.bfloat16, "in place"),
+        (4, torch.bfloat16, torch.float32, "own memory"),
+        (4, torch.float16, torch.bfloat16, "plain"),
+        (1, torch.float32, torch.float32, "in place"),
+        (3, torch.float64, torch.float64, "own memory"),
     ],
 )
-@pytest.mark.parametrize("num_ranks", RANKS)
 def test_the_sum_is_exact_rounded_once_and_sent_as_in_a_ring(
     run_ranks: RunRanks, num_ranks: int, dtype: torch.dtype, out_dtype: torch.dtype, how: str
 ) -> None:

@@ -186,10 +186,11 @@ def megatron_steps(run: Run) -> None:
         run.note_parameters()
 
 
-@pytest.mark.full(short=["True-2-settings1", "False-2-settings0"])
-@pytest.mark.parametrize("settings", [SETTINGS[::2], SETTINGS[1::2]])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.full(short=["True-2-settings0", "False-2-settings1"])
+@pytest.mark.parametrize(
+    ("auto", "num_ranks", "settings"),
+    [(True, 2, SETTINGS[1::2]), (False, 2, SETTINGS[::2]), (True, 1, SETTINGS[::2]), (False, 3, SETTINGS[1::2])],
+)
 def test_megatrons_schedule_equals_one_process(
     run_ranks: RunRanks, num_ranks: int, auto: bool, settings: tuple[dict[str, Any], ...]
 ) -> None:
@@ -243,20 +244,16 @@ def per_token(run: Run) -> None:
         run.step()
 
 
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_per_token_losses_are_summed(run_ranks: RunRanks, num_ranks: int) -> None:
+def test_per_token_losses_are_summed(run_ranks: RunRanks) -> None:
     options = {"calculate_per_token_loss": True}
     jobs = [(Scenario(per_token, MODEL_CASES["odd_shapes"]), ddp(options, **fields)) for fields in SETTINGS]
-    check_jobs(run_ranks, num_ranks, jobs)
+    check_jobs(run_ranks, 2, jobs)
 
 
 # ---- other meshes ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(short=["True-0", "False-2"])
-@pytest.mark.parametrize("number", range(len(SETTINGS)))
-@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize(("averages", "number"), [(True, 0), (False, 2)])
 def test_experts_are_reduced_over_their_own_ranks(run_ranks: RunRanks, averages: bool, number: int) -> None:
     fields = {**SETTINGS[number], "average_in_collective": averages}
     check_jobs(run_ranks, 4, [(Scenario(defer_two_of_three, TOP2), ddp(arrangement=EXPERTS, **fields))])

@@ -155,10 +155,9 @@ def raised(model: MegatronFSDP, number: int = 0) -> str:
     return same_on_ranks(message)
 
 
-@pytest.mark.full(short=["0-nan-True", "1-inf-False", "3-10000.0-False"])
-@pytest.mark.parametrize("auto_sync", [True, False])
-@pytest.mark.parametrize("factor", [NAN, INF, SPIKE])
-@pytest.mark.parametrize("strategy", range(4))
+@pytest.mark.parametrize(
+    ("strategy", "factor", "auto_sync"), [(0, NAN, True), (1, INF, False), (2, SPIKE, True), (3, SPIKE, False)]
+)
 @on_ranks(2)
 def test_every_rank_names_parameter_unit_and_rank_and_training_goes_on(
     strategy: int, factor: float, auto_sync: bool
@@ -368,10 +367,11 @@ class TwoWeights:
         return self.model.full_gradients()["1.weight"].float().item()
 
 
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("case", [HALF_SUM, HALF_WIRE, HALF_MAIN], ids=["sum", "wire", "main gradients"])
-@pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed optimizer"])
-@pytest.mark.parametrize("by_hand", [False, True], ids=["auto sync", "finish_grad_sync"])
+@pytest.mark.parametrize(
+    ("case", "distributed", "by_hand"),
+    [(HALF_SUM, False, True), (HALF_WIRE, True, False), (HALF_MAIN, True, True)],
+    ids=["sum", "wire", "main gradients"],
+)
 @on_ranks(2)
 def test_infinity_that_only_travels_is_named_on_every_rank(case: Any, distributed: bool, by_hand: bool) -> None:
     fields, dtype, value, microbatches = case

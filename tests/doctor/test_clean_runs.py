@@ -70,6 +70,7 @@ def test_batch_normalisation_is_compared_slice_by_slice(run_ranks: RunRanks) -> 
     assert "each rank normalises by its own samples" in report.notes[0]
 
 
+@pytest.mark.full
 def test_a_summed_loss_passes_where_gradients_are_summed(run_ranks: RunRanks) -> None:
     summed = {"batch": models.vectors, "loss_fn": models.summed_loss, "shard_fn": faults.summed, "reduction": "sum"}
     passed(run_ranks, 3, model_fn=models.build_linear, **summed)

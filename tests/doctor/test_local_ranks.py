@@ -41,7 +41,7 @@ def misbehave(how: str, _device: str | None) -> str:
     return how
 
 
-@pytest.mark.full(short=["die"])
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "timeout_s", "message"),
     [

@@ -40,7 +40,7 @@ CHOICES: dict[WeightAllocator, dict[str, Any]] = {
 
 CASES = [
     *((allocator, 2) for allocator in CHOICES),
-    *((allocator, 3) for allocator in (WeightAllocator.SLOTS, WeightAllocator.RESIZE)),
+    (WeightAllocator.SLOTS, 3),
 ]
 GROUPS = 1 + len(WIDTHS)
 PROXIES = {WeightAllocator.SLOTS: 4, WeightAllocator.RESIZE: 4 + 4 * len(WIDTHS), WeightAllocator.DOUBLE_BUFFER: 8}

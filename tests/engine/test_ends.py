@@ -128,9 +128,7 @@ def train(run: Run) -> None:
 
 
 @pytest.mark.unmerged
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(("name", "num_ranks"), list(zip(CASES, (1, 2, 3), strict=True)))
 def test_ends_found_automatically_equal_one_process(run_ranks: RunRanks, num_ranks: int, name: str) -> None:
     tolerance = ONE_RANK if num_ranks == 1 else FP32
     settings = SETTINGS if num_ranks < 3 else SETTINGS[:1]

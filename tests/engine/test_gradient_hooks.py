@@ -156,9 +156,15 @@ def optimizer_in_backward(run: Run) -> None:
         run.note_parameters()
 
 
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("script", [halve_and_replace, accumulate_on_replaced, edit_in_place, optimizer_in_backward])
-@pytest.mark.parametrize("case", ["transformer", "odd_shapes"])
+@pytest.mark.parametrize(
+    ("script", "case"),
+    [
+        (halve_and_replace, "transformer"),
+        (accumulate_on_replaced, "odd_shapes"),
+        (edit_in_place, "transformer"),
+        (optimizer_in_backward, "transformer"),
+    ],
+)
 def test_what_hooks_do_equals_one_process(run_ranks: RunRanks, script: Any, case: Any) -> None:
     settings = [Setting(strategy) for strategy in ((0, 2) if case == "odd_shapes" else (1, 3))]
     if script is not optimizer_in_backward:

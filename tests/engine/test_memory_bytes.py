@@ -49,9 +49,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in found)
 
 
-@pytest.mark.full(short=[f"{strategy!s}-2" for strategy in STRATEGIES])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize(("strategy", "num_ranks"), list(zip(STRATEGIES, [4, 2, 2, 4], strict=True)), ids=str)
 @on_ranks()
 def test_every_byte_that_is_held_is_in_a_formula(strategy: ShardingStrategy, num_ranks: int) -> None:
     """Under a policy which is the other one on four ranks than on two; counters of steps are left out."""
@@ -107,9 +105,7 @@ def test_every_byte_that_is_held_is_in_a_formula(strategy: ShardingStrategy, num
     assert least + transient.gathered <= peaks[0] <= most + transient.gathered + own
 
 
-@pytest.mark.full(short=["3-3"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("strategy", range(4))
+@pytest.mark.parametrize(("strategy", "num_ranks"), [(1, 2), (3, 3)])
 @on_ranks()
 def test_padding_costs_what_the_formula_says_but_the_optimizer_keeps_no_state_for_it(
     strategy: int, num_ranks: int

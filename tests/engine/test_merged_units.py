@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -170,9 +171,7 @@ CASES: dict[str, tuple[Callable[[Run], None], ModelCase]] = {
 }
 
 
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "num_ranks"), list(zip(CASES, cycle([2, 1, 3, 2]), strict=False)))
 def test_merged_units_equal_one_process(run_ranks: RunRanks, name: str, num_ranks: int) -> None:
     scenario = Scenario(*CASES[name])
     settings = [Merged(2 + strategy % 2, Setting(strategy)) for strategy in (3, 0)]

@@ -273,11 +273,15 @@ def fail_in_the_second_microbatch(run: Run) -> None:
     run.train(7, 8, 9)
 
 
-@pytest.mark.full(short=["fail_in_the_middle-settings1"])
-@pytest.mark.parametrize("settings", [SETTINGS[:3], SETTINGS[3:]])
+@pytest.mark.full(short=["fail_in_the_middle-settings0"])
 @pytest.mark.parametrize(
-    "script",
-    [fail_in_the_middle, fail_in_the_first_unit, fail_at_once, fail_in_the_second_microbatch],
+    ("script", "settings"),
+    [
+        (fail_in_the_middle, SETTINGS[3:]),
+        (fail_in_the_first_unit, SETTINGS[:3]),
+        (fail_at_once, SETTINGS[3:]),
+        (fail_in_the_second_microbatch, SETTINGS[:3]),
+    ],
 )
 def test_training_goes_on_as_if_the_batch_had_never_been(
     run_ranks: RunRanks, script: Any, settings: list[Setting]

@@ -262,7 +262,7 @@ def covering_jobs() -> list[Job]:
     return jobs
 
 
-@pytest.mark.full(short=["each", "last"])
+@pytest.mark.full(short=["each"])
 @pytest.mark.parametrize("mode", ["each", "last", "no_sync"])
 def test_every_cast_and_sum_is_in_the_dtype_it_is_promised_in(run_ranks: RunRanks, mode: str) -> None:
     check(run_ranks, 2, [replace(job, mode=mode) for job in covering_jobs()])
@@ -286,10 +286,9 @@ def large_loss(model: nn.Module, batch: Batch) -> Tensor:
     return 2e5 * loss_in_own_dtype(model, batch)
 
 
-@pytest.mark.full(short=["no_sync-4-False", "each-4-True", "each-2-True"])
-@pytest.mark.parametrize("in_collective", [False, True])
-@pytest.mark.parametrize("num_ranks", [2, 4])  # an all-reduce over four adds in an order of its own
-@pytest.mark.parametrize("mode", ["each", "last", "no_sync"])
+@pytest.mark.parametrize(  # an all-reduce over four adds in an order of its own
+    ("mode", "num_ranks", "in_collective"), [("no_sync", 4, False), ("each", 4, True), ("last", 2, True)]
+)
 def test_float16_sums_of_large_gradients_stay_in_range(
     run_ranks: RunRanks, mode: str, num_ranks: int, in_collective: bool
 ) -> None:

@@ -95,8 +95,7 @@ def trace_of(options: dict[str, Any], sizes: dict[str, int] | None = None) -> Tr
     return trace
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("strategy", [0, 1, 2])
+@pytest.mark.parametrize(("strategy", "overlap"), [(0, True), (0, False), (2, True), (2, False)])
 @on_ranks(2)
 def test_gradients_are_reduced_during_backward_or_after_it(strategy: int, overlap: bool) -> None:
     trace = trace_of({"zero_dp_strategy": strategy, "overlap_grad_reduce": overlap})

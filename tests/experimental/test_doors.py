@@ -125,6 +125,7 @@ def loaded(door: str, folder: str, wanted: dict[str, Tensor]) -> dict[str, list[
     return found
 
 
+@pytest.mark.full(short=["in place"])
 @pytest.mark.parametrize("source", DOORS)
 def test_checkpoints_of_all_doors_load_into_each_other(run_ranks: RunRanks, source: str, tmp_path: Path) -> None:
     wanted = run_ranks(2, saved, source, str(tmp_path))[0]

@@ -149,9 +149,7 @@ def assert_like_one_process(
             torch.testing.assert_close(param.full_tensor(), wanted, msg=name)  # type: ignore[attr-defined]
 
 
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "microbatches"), list(zip(STRATEGIES, (1, 3, 1, 3, 1, 3, 1), strict=True)))
 @on_ranks(4)
 def test_nested_units_are_one_process(strategy: str, microbatches: int) -> None:
     net, reference = pair()
@@ -159,9 +157,7 @@ def test_nested_units_are_one_process(strategy: str, microbatches: int) -> None:
     assert_like_one_process(net, reference, context, microbatches)
 
 
-@pytest.mark.full(short=["1-zero-3", "3-zero-1", "3-zero-3"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero-1", "zero-2", "zero-3"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(("num_ranks", "strategy"), [(1, "zero-3"), (2, "ddp"), (3, "zero-1")])
 @on_ranks()
 def test_numbers_of_ranks_are_one_process(strategy: str) -> None:
     net, reference = pair()

@@ -69,7 +69,7 @@ def reports(both: Trained) -> tuple[Description, Timeline, Description]:
     return describe(both[0]), train(both), describe(both[0])
 
 
-@pytest.mark.parametrize("strategy", PLACEMENTS)
+@pytest.mark.parametrize("strategy", [1, 3])
 @on_ranks(2)
 def test_descriptions_and_traces_are_those_of_a_wrapper(strategy: int) -> None:
     options: dict[str, Any] = {"weight_allocator": "resize"} if strategy == 3 else {}
@@ -150,10 +150,9 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return tower_loss(model, x)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
 @on_ranks(2)
-def test_the_doctor_finds_no_difference(microbatches: int) -> None:
-    report = check_parity(Tower, batch, loss_fn=loss_of, shard_fn=shard_tower, steps=2, microbatches=microbatches)
+def test_the_doctor_finds_no_difference() -> None:
+    report = check_parity(Tower, batch, loss_fn=loss_of, shard_fn=shard_tower, steps=2, microbatches=2)
     assert report.passed, report.summary()
     assert report.runs[0].differences == ()
 

@@ -225,9 +225,9 @@ def plain(name: str) -> str:
 
 JOBS = [
     Job((1,), keeps=True),
-    Job((2,), keeps=True, recomputes=True),
+    pytest.param(Job((2,), keeps=True, recomputes=True), marks=pytest.mark.full),
     pytest.param(Job((2,), compiles=True), marks=pytest.mark.full),
-    Job((3,), FP32),
+    pytest.param(Job((3,), FP32), marks=pytest.mark.full),
     Job((2, 2), outer_strategy="optim"),
 ]
 

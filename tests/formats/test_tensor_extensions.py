@@ -223,8 +223,7 @@ def test_pytorchs_door_gathers_extensions(kind: type[Int8Gather]) -> None:
     torch.testing.assert_close([param.full_tensor() for param in model.parameters()], weights)
 
 
-@pytest.mark.parametrize("kind", [Int8Gather, BlockGather])
-@pytest.mark.parametrize("ranks", [(3,), (2, 2)])
+@pytest.mark.parametrize(("kind", "ranks"), [(Int8Gather, (3,)), (BlockGather, (2, 2))])
 def test_training_equals_one_process_that_rounds(
     run_ranks: RunRanks, ranks: tuple[int, ...], kind: type[Int8Gather]
 ) -> None:

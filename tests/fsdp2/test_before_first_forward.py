@@ -33,6 +33,7 @@ def backward(model: Any) -> None:
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["policy1"])
 @pytest.mark.parametrize("policy", [OffloadPolicy(), CPUOffloadPolicy()])
 @on_ranks(3)
 def test_state_dicts_from_before_show_the_memory_of_the_parameters(policy: OffloadPolicy) -> None:
@@ -67,6 +68,7 @@ def test_other_aliases_from_before_are_warned_of() -> None:
     del alias, copies
 
 
+@pytest.mark.full(short=["True"])
 @pytest.mark.parametrize("is_meta", [False, True])
 @on_ranks(3)
 def test_the_shards_of_a_model_that_has_run_are_loaded_before(is_meta: bool) -> None:
@@ -80,6 +82,7 @@ def test_the_shards_of_a_model_that_has_run_are_loaded_before(is_meta: bool) -> 
     assert_same(train(model, True), train(plain, False))
 
 
+@pytest.mark.full
 @on_ranks(4)
 def test_so_are_those_of_tensor_parallel_parameters() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

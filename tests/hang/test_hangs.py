@@ -235,7 +235,7 @@ CASES: list[tuple[Misbehave, Kind, list[str]]] = [
 ]
 
 
-@pytest.mark.full(short=["skip_a_unit", "send_other_bytes", "sleep_in_a_unit", "die", "raise_in_backward"])
+@pytest.mark.full(short=["skip_a_unit", "sleep_in_a_unit", "die", "raise_in_backward"])
 @pytest.mark.parametrize(("misbehave", "kind", "told"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_each_kind_of_misbehaviour_is_named(misbehave: Misbehave, kind: Kind, told: list[str], tmp_path: Path) -> None:
     with misbehaving(misbehave, tmp_path):

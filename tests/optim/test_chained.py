@@ -168,7 +168,7 @@ def test_a_member_of_whole_tensors_that_fails_on_one_rank_ends_the_step_of_the_c
     assert all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("place", [0, 3])
 @on_ranks(2)
 def test_a_hook_of_a_member_that_fails_on_one_rank_fails_the_step_of_the_chain_on_all(place: int) -> None:
     """Adafactor's, Muon's, whose peers wait for messages, and the last one's."""

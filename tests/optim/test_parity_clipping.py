@@ -39,9 +39,11 @@ def clip_in_turn(norm_type: float, by_model: bool, run: Run) -> None:
         run.step()
 
 
-@pytest.mark.full(short=["2-False-2.0", "2-True-3.5", "3-False-1.0", "3-True-inf"])
-@pytest.mark.parametrize(("by_model", "norm_type"), WAYS)
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.full(short=["2-False-2.0", "2-True-3.5", "3-True-inf"])
+@pytest.mark.parametrize(
+    ("num_ranks", "by_model", "norm_type"),
+    [(2, False, 2.0), (2, True, 3.5), (3, False, 1.0), (3, True, math.inf), (3, True, 2.0), (2, False, math.inf)],
+)
 def test_clipping_equals_one_process(run_ranks: RunRanks, num_ranks: int, by_model: bool, norm_type: float) -> None:
     """On 3 ranks some hold nothing of 2-row matrices and of scalars, and take part in the norm all the same."""
     script, settings = partial(clip_in_turn, norm_type, by_model), (Setting(0), Setting(3), REPLICATED, IN_TURN)

@@ -104,19 +104,15 @@ def _id(value: Any) -> str:
     return value.__name__ if callable(value) else "wide" if value is WIDE else str(value)
 
 
-@pytest.mark.full(cover=1)
 @pytest.mark.parametrize(
-    ("strategy", "backend"), [(0, "gloo"), (1, "nccl"), (2, "gloo"), (3, "gloo"), (3, "nccl")], ids=str
-)
-@pytest.mark.parametrize(
-    ("build", "ranks", "outer", "policy", "microbatches"),
+    ("build", "ranks", "outer", "policy", "microbatches", "strategy", "backend"),
     [
-        (tower, {"dp_shard": 1}, 0, None, 1),
-        (odd, {"dp_shard": 64}, 0, None, 1),
-        (odd, {"dp_shard": 5}, 0, WIDE, 1),
-        (tower, {"dp_shard": 8, "dp_outer": 4}, 0, WIDE, 2),
-        (tower, {"dp_shard": 4, "dp_outer": 16}, 1, None, 2),
-        (odd, {"dp_shard": 4, "dp_outer": 3}, 0, None, 2),
+        (tower, {"dp_shard": 1}, 0, None, 1, 2, "gloo"),
+        (odd, {"dp_shard": 64}, 0, None, 1, 1, "nccl"),
+        (odd, {"dp_shard": 5}, 0, WIDE, 1, 3, "gloo"),
+        (tower, {"dp_shard": 8, "dp_outer": 4}, 0, WIDE, 2, 0, "gloo"),
+        (tower, {"dp_shard": 4, "dp_outer": 16}, 1, None, 2, 3, "nccl"),
+        (odd, {"dp_shard": 4, "dp_outer": 3}, 0, None, 2, 2, "nccl"),
     ],
     ids=_id,
 )
@@ -129,8 +125,6 @@ def test_a_plan_is_what_the_engine_does(
     strategy: int,
     backend: str,
 ) -> None:
-    if strategy == 0 and outer == 1:
-        pytest.skip("refused: nothing is shared out that could be shared out further")
     options = {"outer_strategy": outer, "policy": policy, "backend": backend, "microbatches": microbatches}
     found = planned(build, ranks, strategy, optimizer="adamw-loop", **options)
     assert figures(found) == figures_of_the_engine(found, build)

@@ -40,9 +40,7 @@ def difference_after_training(model: MegatronFSDP, reference: nn.Module, first: 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("name", ["tied", "odd_shapes", "scalars", "partly_frozen"])
-@pytest.mark.parametrize("strategy", range(4))
+@pytest.mark.parametrize(("strategy", "name"), list(enumerate(["tied", "odd_shapes", "scalars", "partly_frozen"])))
 @on_ranks(3)
 def test_inside_modules_hold_full_plain_parameters(strategy: int, name: ModelName) -> None:
     case = MODEL_CASES[name]

@@ -67,7 +67,7 @@ def test_losses_norms_and_checkpoints_do_not_depend_on_ranks_and_strategies(
         assert of_training(differences(saved / STEP_8, saves / STEP_8)) == []
 
 
-@pytest.mark.full(short=["muon"])
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adam", "muon", "adamw8bit"])
 def test_a_run_goes_on_with_the_same_bits_on_other_ranks(run_ranks: RunRanks, tmp_path: Path, optimizer: str) -> None:
     """Also where the optimizer needs whole matrices, or whole blocks of its state."""

@@ -139,7 +139,7 @@ def trainer_without_memory(argv: Sequence[str]) -> int:
     return trainer(options)
 
 
-@pytest.mark.full(short=["tokens"])
+@pytest.mark.full
 @pytest.mark.parametrize("where", PLACES)
 def test_it_ends_the_run_with_the_code_of_memory(where: str, tmp_path: Path) -> None:
     data = ("--data-path", str(write_text(tmp_path / "text.txt")), "--out", str(tmp_path / "out"))

@@ -122,6 +122,7 @@ def unreadable(folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"\x80\x04garbage")
 
 
+@pytest.mark.full(short=["flip"])
 @pytest.mark.parametrize("damage", [unreadable, flip])
 def test_where_no_checkpoint_is_sound_nothing_is_begun_anew(
     run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path, damage: Callable[[Path], None]

@@ -69,6 +69,7 @@ def test_missing_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 # ---- the back end ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["trainer"])
 @pytest.mark.parametrize("starter", [trainer, run_rank])
 def test_a_back_end_that_does_not_reach_the_device_is_refused_on_all_ranks(starter: Any, tmp_path: Path) -> None:
     options = [*OPTIONS, "--data-path", str(tmp_path), "--distributed-backend", "nccl"]

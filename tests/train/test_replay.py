@@ -77,6 +77,7 @@ def test_a_bit_that_a_rank_got_wrong_is_named(run_ranks: RunRanks, tmp_path: Pat
     assert "also" not in found.difference
 
 
+@pytest.mark.full
 def test_the_command_tells_what_it_found(
     run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +96,7 @@ def test_the_command_tells_what_it_found(
     assert "\nstep 5: loss: recorded " in capfd.readouterr().out
 
 
+@pytest.mark.full
 def test_what_cannot_be_replayed_is_told(run_ranks: RunRanks, tmp_path: Path) -> None:
     words = arguments(tmp_path, *UNITS, "optim_grads_params")
     run_ranks(2, train, *words)

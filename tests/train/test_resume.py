@@ -74,6 +74,7 @@ def train_until_asked(*options: str) -> None:
         train(*options)
 
 
+@pytest.mark.full
 def test_an_evaluation_that_was_due_is_made_up(run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path) -> None:
     base = (*data, "--eval-interval", "2")
     run_ranks(2, train, *base, "--out", str(tmp_path / "whole"))

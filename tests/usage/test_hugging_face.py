@@ -80,7 +80,7 @@ CASES = {"llama": _case(build_llama, 0), "gpt2, tied": _case(build_gpt2, 1)}
 
 
 @pytest.mark.full(short=["gpt2, tied-2"])
-@pytest.mark.parametrize(("name", "num_ranks"), [("llama", 1), ("llama", 2), ("gpt2, tied", 2), ("gpt2, tied", 3)])
+@pytest.mark.parametrize(("name", "num_ranks"), [("llama", 1), ("gpt2, tied", 2)])
 def test_models_train_as_on_one_process(run_ranks: RunRanks, name: str, num_ranks: int) -> None:
     check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, CASES[name]), ALL, CLOSE)
 
@@ -95,18 +95,14 @@ def test_gradient_checkpointing_of_the_model_itself(run_ranks: RunRanks, kind: s
 # ---- adapters ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_adapters_on_a_frozen_base_train_as_on_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
+def test_adapters_on_a_frozen_base_train_as_on_one_process(run_ranks: RunRanks) -> None:
     pytest.importorskip("peft")
     case = _case(partial(build_llama, adapters=True), 0)
-    check_strategies(
-        run_ranks, num_ranks, Scenario(train_and_evaluate, case), ALL if num_ranks == 3 else SHARDED, CLOSE
-    )
+    check_strategies(run_ranks, 2, Scenario(train_and_evaluate, case), SHARDED, CLOSE)
 
 
 @pytest.mark.full(short=["3"])
-@pytest.mark.parametrize("strategy", [1, 2, 3])
+@pytest.mark.parametrize("strategy", [1, 3])
 @on_ranks(2)
 def test_a_frozen_base_is_never_reduced_and_stays_as_it_is(strategy: int) -> None:
     pytest.importorskip("peft")
@@ -199,15 +195,10 @@ SEQUENCES = {
 T5 = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
 TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "ViT": ("ForImageClassification", IMAGE),
-    "DeiT": ("ForImageClassification", IMAGE),
-    "ViTMSN": ("ForImageClassification", IMAGE),
-    "IJepa": ("ForImageClassification", IMAGE),
     "Dinov2": ("ForImageClassification", IMAGE),
     "CLIPVision": ("Model", IMAGE),
     "T5": ("ForConditionalGeneration", {**T5, "decoder_start_token_id": 0}),
-    "MT5": ("ForConditionalGeneration", {**T5, "decoder_start_token_id": 0}),
     "Bart": ("ForConditionalGeneration", SEQUENCES),
-    "M2M100": ("ForConditionalGeneration", SEQUENCES),
     "Bert": ("ForMaskedLM", {**SIZE, "vocab_size": VOCABULARY}),
     "Mamba2": (
         "ForCausalLM",
@@ -217,16 +208,15 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.full(short=["3-ViT"])
+@pytest.mark.full(short=["ViT"])
 @pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
-def test_models_in_bfloat16_compute_as_on_one_process(strategy: int, name: str) -> None:
+def test_models_in_bfloat16_compute_as_on_one_process(name: str) -> None:
     """Both ranks have the same batch, so their mean is the gradient of one process, bit for bit."""
     kind, sizes = TYPES[name]
     with fixed_seed(0):
         alone = getattr(transformers, name + kind)(getattr(transformers, f"{name}Config")(**sizes)).bfloat16().eval()
-    model = fully_shard_model(copy.deepcopy(alone), zero_dp_strategy=strategy)
+    model = fully_shard_model(copy.deepcopy(alone), zero_dp_strategy=3)
     ids = torch.arange(12).view(2, 6) + 3
     pixels = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8).bfloat16()
     batch = {"pixel_values": pixels} if sizes is IMAGE else {"input_ids": ids, "labels": ids}

@@ -63,8 +63,7 @@ class Odd(nn.Module):
         self.register_buffer("hidden", torch.ones(3), persistent=False)
 
 
-@pytest.mark.parametrize("strategy", [0, 2, 3])
-@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+@pytest.mark.parametrize(("strategy", "bucket_bytes"), [(0, 1), (3, 1), (3, 2**20)])
 @on_ranks(4)
 def test_odd_tensors_and_buffers_come_as_they_are(strategy: int, bucket_bytes: int) -> None:
     plain = Odd()
@@ -80,7 +79,7 @@ def test_odd_tensors_and_buffers_come_as_they_are(strategy: int, bucket_bytes: i
     assert "mean" not in dict(WeightSource(model))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe", "gemma3", "mixtral", "qwen3"])
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe", "gemma3"])
 @on_ranks(2)
 def test_families_compiled_and_recomputed_have_the_names_and_bits_of_their_files(tmp_path: Path, kind: str) -> None:
     with warnings.catch_warnings():
@@ -130,9 +129,7 @@ def adapted(kind: str, **options: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("llama", torch.float32), ("llama", torch.bfloat16), ("gpt2", torch.float32)]
-)
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float32)])
 @on_ranks(2)
 def test_merged_weights_are_those_of_peft(kind: str, dtype: torch.dtype) -> None:
     model = adapted(kind, use_rslora=True).to(dtype)

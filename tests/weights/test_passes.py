@@ -73,7 +73,6 @@ def check_against_files(model: nn.Module, folder: Path, **arguments: Any) -> Non
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "strategy", "dtype", "bucket_bytes"),
     [
-        ("llama", 2, 3, torch.float32, 2**28),
         ("llama", 2, 3, torch.bfloat16, 700),
         ("gpt2", 3, 1, torch.bfloat16, 2**28),
         ("mixtral", 2, 2, torch.bfloat16, 3000),
@@ -152,6 +151,7 @@ def test_tensor_parallel_parts_are_put_together() -> None:
         assert here or set(found.values()) == {None}
 
 
+@pytest.mark.full(short=["ListedExperts"])
 @pytest.mark.parametrize("kind", [Experts, ListedExperts])
 @on_ranks(4)
 def test_experts_of_all_ranks_come_under_their_global_names(kind: ExpertsKind) -> None:
@@ -218,6 +218,7 @@ def test_layers_come_one_after_another_in_the_order_of_numbers() -> None:
 # ---- the engine's own rules ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["1"])
 @pytest.mark.parametrize("destination", ["all", 1])
 @on_ranks(3)
 def test_the_peak_is_a_bucket_and_a_tensor_and_nothing_where_nothing_is_received(destination: int | str) -> None:
@@ -269,8 +270,7 @@ def test_what_was_yielded_keeps_its_bits_and_is_no_part_of_the_model() -> None:
     assert same_tensors(dict(kept), copies)  # type: ignore[arg-type]
 
 
-@pytest.mark.full(short=["0", "3"])
-@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+@pytest.mark.parametrize("strategy", [0, 2, 3])
 @on_ranks(2)
 def test_passes_change_nothing_and_cost_no_gather_of_their_own(strategy: int) -> None:
     """Strategies 1 and 2 gather for a pass what the next forward would gather anyway."""
@@ -293,10 +293,10 @@ def test_passes_change_nothing_and_cost_no_gather_of_their_own(strategy: int) ->
     for one, other in zip(runs[0][0], runs[1][0], strict=True):
         assert one == other if isinstance(one, float) else same_tensors(one, other)  # type: ignore[arg-type]
     states = 2  # ranks exchange one before the bucket and one at the end
-    assert runs[1][1][1:] == [states + {0: 0, 1: 4, 2: 4, 3: 8}[strategy]] * 3
+    assert runs[1][1][1:] == [states + {0: 0, 2: 4, 3: 8}[strategy]] * 3
 
 
-@pytest.mark.parametrize("strategy", [0, 1, 3])
+@pytest.mark.parametrize("strategy", [1, 3])
 @on_ranks(2)
 def test_a_write_to_main_weights_that_nobody_announced_is_in_the_next_pass(strategy: int) -> None:
     model: Any = trained("gpt2", strategy, torch.bfloat16)

@@ -99,7 +99,7 @@ def test_what_does_not_come_stays_stale() -> None:
                 assert served.stale({name: t for name, t in wanted.items() if t is not None}) == stale
 
 
-@pytest.mark.full(short=["faults1"])
+@pytest.mark.full
 @pytest.mark.parametrize("faults", [{"rejects": 1}, {"dies_after": 9}])
 @on_ranks(3)
 def test_an_engine_that_rejects_or_dies_stops_all_ranks_and_the_next_one_is_complete(faults: dict[str, int]) -> None:
@@ -189,8 +189,7 @@ def some_at_once(source: WeightSource) -> None:
             pass
 
 
-@pytest.mark.parametrize("consume", [slowly, some_at_once])
-@pytest.mark.parametrize("destination", ["all", 0])
+@pytest.mark.parametrize(("consume", "destination"), [(slowly, 0), (some_at_once, "all")])
 @on_ranks(4)
 def test_all_ranks_launch_the_same_collectives(consume: Callable[[WeightSource], None], destination: int | str) -> None:
     source = WeightSource(shard(build("llama")), bucket_bytes=2000, destination=destination)
@@ -245,8 +244,10 @@ def reads_weights_at_once() -> AbstractContextManager[Any]:
     return patch.object(OrderedStream, "wait_stream", nothing)
 
 
-@pytest.mark.parametrize("fault", [nullcontext, not_waited_for, reads_weights_at_once])
-@pytest.mark.parametrize("strategy", [1, 3])
+@pytest.mark.parametrize(
+    ("strategy", "fault"),
+    [(1, nullcontext), (3, nullcontext), (1, not_waited_for), (3, reads_weights_at_once)],
+)
 @on_ranks(2)
 def test_nothing_is_in_flight_when_a_tensor_is_yielded(strategy: int, fault: Callable[[], Any]) -> None:
     """On a device with streams: the caller reads each tensor at once, and trains between two passes."""

@@ -229,9 +229,8 @@ def check_begins_as_eagerly(case: MetaCase, strategy: int) -> None:
     assert same_bits(model(case.make_input()), eager(case.make_input()))
 
 
-@pytest.mark.full(short=["0-2", "3-2"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("strategy", range(4))
+@pytest.mark.full(short=["3-2"])
+@pytest.mark.parametrize(("strategy", "num_ranks"), [(3, 2), (0, 2), (1, 1), (2, 4)])
 @on_ranks()
 def test_weights_buffers_and_generators_are_those_of_eager_construction(strategy: int) -> None:
     for case in META_CASES.values():
@@ -472,12 +471,9 @@ class ResetFloorTower(Tower):
     floor = ResetFloor
 
 
-@pytest.mark.full(short=["one module-0-2", "one unit-3-2"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("strategy", [0, 3])
 @pytest.mark.parametrize(
-    ("tower", "extra_numel"),
-    [(Tower, FLOOR_NUMEL // 2), (ResetFloorTower, FLOOR_NUMEL)],
+    ("tower", "extra_numel", "strategy", "num_ranks"),
+    [(Tower, FLOOR_NUMEL // 2, 0, 2), (ResetFloorTower, FLOOR_NUMEL, 3, 4)],
     ids=["one module", "one unit"],
 )
 @on_ranks()

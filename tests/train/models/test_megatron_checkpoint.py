@@ -165,12 +165,16 @@ def load_and_train(values: dict[str, Any]) -> tuple[Tensor | None, Results, str]
     return logits, results_of(run, watcher), "\n".join(watcher.said)
 
 
-@pytest.mark.full(short=["2-llama-sharded", "1-gpt-sharded"])
-@pytest.mark.parametrize("engine", [pytest.param(SHARDED, id="sharded"), pytest.param(FSDP2, id="fsdp2")])
+@pytest.mark.full(short=["2-llama", "1-gpt"])
 @pytest.mark.parametrize(
-    ("spec", "values"), [pytest.param(GATED, LLAMA_STYLE, id="llama"), pytest.param(TIED_GELU, GPT_STYLE, id="gpt")]
+    ("ranks", "spec", "values", "engine"),
+    [
+        pytest.param(2, GATED, LLAMA_STYLE, SHARDED, id="2-llama"),
+        pytest.param(1, TIED_GELU, GPT_STYLE, SHARDED, id="1-gpt"),
+        pytest.param(3, TIED_GELU, GPT_STYLE, FSDP2, id="3-gpt-fsdp2"),
+        pytest.param(1, GATED, LLAMA_STYLE, FSDP2, id="1-llama-fsdp2"),
+    ],
 )
-@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_trainer_goes_on_from_a_run_of_megatron(
     run_ranks: RunRanks, tmp_path: Path, spec: GptSpec, values: dict[str, Any], engine: dict[str, Any], ranks: int
 ) -> None:
