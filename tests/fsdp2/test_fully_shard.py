@@ -397,6 +397,49 @@ def test_unshard_and_reshard_show_one_module() -> None:
     assert_same(train(model, True), train(source, False))
 
 
+def unit_names(model: nn.Module) -> list[str]:
+    engine = engine_of_module(model)
+    assert engine is not None
+    return [unit.name for unit in engine.units]
+
+
+class Wide(TinyTransformer):
+    """Its embedding and head are as large as a block."""
+
+    VOCABULARY = 150
+
+
+@pytest.mark.parametrize("case", ["plain", "accumulation"])
+@on_ranks(2)
+def test_a_large_embedding_and_head_are_units_of_the_root(case: str) -> None:
+    def shard_blocks(reshard_after_forward: bool | None = None) -> Any:
+        with fixed_seed(0):
+            model = Wide()
+        for block in model.blocks:
+            fully_shard(block)
+        return fully_shard(model, reshard_after_forward=reshard_after_forward)
+
+    with fixed_seed(0):
+        source = Wide()
+    model = shard_blocks()
+    assert_same(train(model, True, before=CASES[case][1]), train(source, False))
+    model.set_reshard_after_forward(True)
+    blocks = [f"blocks.{index}" for index in range(3)]
+    assert unit_names(model) == ["", "tokens", *blocks, "head"]
+    assert list(model.state_dict()) == list(source.state_dict())
+    model.unshard()
+    torch.testing.assert_close(model.head.weight, source.head.weight)
+    model.reshard()
+    assert isinstance(model.head.weight, DTensor)
+    handle = model.norm.register_forward_hook(lambda *_: nn.functional.linear(torch.ones(1, 16), model.head.weight))
+    with pytest.raises(ShardOperationError, match=r"head.weight belongs .*reshard_after_forward=False"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+    handle.remove()
+    kept = shard_blocks(reshard_after_forward=False)
+    kept(torch.zeros(1, 4, dtype=torch.long))
+    assert unit_names(kept) == ["", *blocks]
+
+
 @on_ranks(2)
 def test_a_method_is_a_forward() -> None:
     model, source = shard(build()), build()

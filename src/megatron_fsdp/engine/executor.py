@@ -324,6 +324,10 @@ class Executor:
         # From here on the reduction owns the bucket; gradients that come later fill another.
         del self._borrowed[unit.index]
         self.in_flight.append(_Reduction(unit, sync_scope, works, bucket, self._pool(unit), scratch))
+        # A head's bucket and scratch take more than the next units' weights, which are about to be gathered. The first
+        # gradient of the next unit would wait for them anyway.
+        while self._pool(unit).is_long(bucket) and self._retire_oldest():
+            pass
 
     def reduce_outer(self, unit: Unit) -> bool:
         """Start to reduce a unit's partly reduced gradients over the outer ranks; return False if there are none."""

@@ -315,10 +315,14 @@ class BucketPool:
 
         A longer one than usual, such as an embedding's, gives its memory back.
         """
-        if block.held_bytes > self._usual_bytes:
+        if self.is_long(block):
             block.empty()
         # Behind those with memory and before those without: an empty block would have to allocate.
         self._free.insert(sum(free.held_bytes > 0 for free in self._free), block)
+
+    def is_long(self, block: Block) -> bool:
+        """Return True if a block holds more than most borrowers need."""
+        return not block.is_persistent and block.held_bytes > self._usual_bytes
 
     def set_count(self, count: int) -> None:
         """Change the number of blocks; drop free ones beyond it that are not persistent."""

@@ -109,7 +109,7 @@ class ShardedModule(FSDPModule):
             raise ConfigurationError(f"the gradient divide factor {factor!r} is no number above 0; give one")
         state = self._get_fsdp_state()
         state.divisor = factor
-        for group in state.unit.groups if state.unit is not None else ():
+        for group in (group for unit in state.units for group in unit.groups):
             group.change_sharding(lambda sharding: with_factor(sharding, factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -216,10 +216,10 @@ class _Unsharding(UnshardHandle):
     def wait(self) -> None:
         """Wait for the weights, and show the full parameters in the module."""
         if self._state is not None:
-            engine, unit = self._state.finished(), self._state.unit
-            assert unit is not None
-            engine.executor.run(engine.scheduler.weights_requested(unit.index))
-            unit.to_unsharded()
+            engine = self._state.finished()
+            for unit in self._state.units:
+                engine.executor.run(engine.scheduler.weights_requested(unit.index))
+                unit.to_unsharded()
             self._state = None
 
 

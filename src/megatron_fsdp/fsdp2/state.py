@@ -40,7 +40,13 @@ from megatron_fsdp.errors import ConfigurationError, DoorWords, ScheduleError, w
 from megatron_fsdp.fsdp2.even import EvenParameter
 from megatron_fsdp.optim.state_dict import cut_state
 from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all, rank_mesh_of
+from megatron_fsdp.sharding.units import LEAST_SHARE_BESIDE_NAMED, large_ends
 from megatron_fsdp.wrap.in_place import WITHOUT_JOIN, KnownPlans, finish_in_place, shard_in_place
+
+_END_REMEDY = (
+    "call the module, or give reshard_after_forward=False to fully_shard of the outermost module, so that the weight "
+    "stays with it and is whole during the whole forward"
+)
 
 
 @dataclass(eq=False)
@@ -114,6 +120,7 @@ class ShardState:
         self._after_reduction: Callable[[torch.Tensor], None] | None = None
         self.divisor: float | None = None  # of the sum of gradients over all ranks; None: their number
         self.unit: Unit | None = None  # once it is cut into buffers
+        self.ends: tuple[Unit, ...] = ()  # large ends of the root, which are gathered and reduced by themselves
         self.is_finished = False  # from the first forward of its tree on
         self.number = next(_NUMBERS)
         self._ignored = list(ignored)
@@ -198,6 +205,8 @@ class ShardState:
         for state in states:
             state.is_finished = True
             state.keep_gathered()
+            for unit in state.ends:
+                unit.set_error_owner(_END_REMEDY)
             for handle in state._first_hooks:
                 handle.remove()
             for module in state.modules if state.is_root else ():  # behind the engine's hook
@@ -221,7 +230,7 @@ class ShardState:
         """Raise for a trainable parameter that joined the tree after `fully_shard`; frozen ones stay as they are."""
         known = {key for state in states for key in state._ignored_ids()}
         for state in states:
-            known.update(state.unit.group_and_index if state.unit is not None else ())
+            known.update(key for unit in state.units for key in unit.group_and_index)
         names: dict[int, str] = {}
         for each in (each for state in states for each in state.params):
             if (first := names.setdefault(id(each.held), each.name)) != each.name:
@@ -261,19 +270,23 @@ class ShardState:
         grads = {id(held): held.grad for held in objects.values() if held.grad is not None}
         formats = dict(filter(None, (each.extension_format() for each in self.params)))
         own, ignored = self._divided(self.sharding), self._ignored_ids()
+        given = (own, self.mode, self.plans.known, ignored, objects, formats, apart)
         try:
-            unit = shard_in_place(self.modules, own, self.mode, self.plans.known, ignored, objects, formats, apart)
+            self.ends = tuple(shard_in_place([end], *given) for end in self._large_ends(ignored))
+            unit = shard_in_place(self.modules, *given)
         except BaseException:
             for each in self.params:
                 each.set(objects.get(id(each.held), each.held))
             raise
         unit.stays_gathered = self.reshard_after_forward is False
+        self.unit = unit
+        group_and_index = {key: at for each in self.units for key, at in each.group_and_index.items()}
         for key, grad in grads.items():
-            group, index = unit.group_and_index[key]
+            group, index = group_and_index[key]
             full = grad.full_tensor() if isinstance(grad, DTensor) else grad
             group.sharded[index].grad = group.shard_like(index, full)
         for key, tensors in aliases.items():
-            group, index = unit.group_and_index[key]
+            group, index = group_and_index[key]
             for tensor in tensors:  # of state dicts, which follow
                 swap_tensors(tensor, described(group.sharded[index].detach()))
         if shared:
@@ -283,15 +296,28 @@ class ShardState:
                 "parameter after the first forward, or clone() to keep its values",
                 is_first=True,  # each for its own
             )
-        self.unit = unit
         self.set_after_reduction(self._after_reduction)
         self.params.clear()
         _unfinished().discard(self)
 
+    def _large_ends(self, ignored: frozenset[int]) -> list[nn.Module]:
+        """Return the embeddings and linear layers of the root that are large beside its units; none if it is kept."""
+        if not self.is_root or self.reshard_after_forward is False or len(self.modules) > 1:
+            return []
+        (root,) = self.modules
+        blocks = {path: each for path, each in root.named_modules() if each is not root and state_of(each) is not None}
+        ends = large_ends(root, blocks, LEAST_SHARE_BESIDE_NAMED).values()
+        return [end for end in ends if ignored.isdisjoint(map(id, end.parameters()))]
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The units of the call's parameters; none before they are cut into buffers."""
+        return () if self.unit is None else (self.unit, *self.ends)
+
     def set_after_reduction(self, hook: Callable[[torch.Tensor], None] | None) -> None:
         """Call a hook with this rank's part of each reduced gradient from now on."""
         self._after_reduction = hook
-        for group in self.unit.groups if self.unit is not None else ():
+        for group in (group for unit in self.units for group in unit.groups):
             if group.gradients is not None:
                 group.gradients.after_reduction = hook
 
@@ -304,24 +330,26 @@ class ShardState:
 
     def keep_gathered(self) -> None:
         """Tell the scheduler how long the unit stays gathered."""
-        if (engine := self.engine) is not None and self.unit is not None:
-            after_forward = self.reshard_after_forward is False
-            engine.scheduler.keep_gathered(self.unit.index, after_forward, not self.reshard_after_backward)
+        if (engine := self.engine) is not None:
+            after_forward, after_backward = self.reshard_after_forward is False, not self.reshard_after_backward
+            for unit in self.units:
+                engine.scheduler.keep_gathered(unit.index, after_forward, after_backward)
 
     def unshard(self) -> None:
         """Start to all-gather the weights. Collective."""
         engine = self.finished()
-        assert self.unit is not None
         if not engine.scheduler.in_forward and not engine.scheduler.in_backward:
             engine.refresh_weights()
             engine.executor.all_gather_outer()
-        engine.executor.run(engine.scheduler.prefetch_requested(self.unit.index))
+        for unit in self.units:
+            engine.executor.run(engine.scheduler.prefetch_requested(unit.index))
 
     def reshard(self) -> None:
         """Put the sharded parameters into the modules, and free the full ones unless they are in use."""
-        if (engine := self.engine) is not None and self.unit is not None:
-            engine.executor.run(engine.scheduler.reshard_requested(self.unit.index))
-            self.unit.to_sharded()
+        if (engine := self.engine) is not None:
+            for unit in self.units:
+                engine.executor.run(engine.scheduler.reshard_requested(unit.index))
+                unit.to_sharded()
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ _ALTERNATIVES = (nn.ModuleDict, nn.ModuleList)
 """Containers whose owner may choose a module by key or index, so that ranks may call different modules."""
 
 _LEAST_SHARE = 1 / 4
-_LEAST_SHARE_BESIDE_NAMED = 1 / 2
+LEAST_SHARE_BESIDE_NAMED = 1 / 2
 """An embedding or head with a smaller share of the parameters of the largest block stays in the root. Beside units that
 were named it has to save more memory."""
 
@@ -210,7 +210,7 @@ def find_units(
         _check_matches(module, classes, found)
         names = ", ".join(cls.__name__ for cls in classes)
         source = f"given classes {names}" if classes else "no classes given"
-        ends = large_ends(module, found, _LEAST_SHARE_BESIDE_NAMED) if adds_ends and "" not in found else {}
+        ends = large_ends(module, found, LEAST_SHARE_BESIDE_NAMED) if adds_ends and "" not in found else {}
     if ends:
         ids = {id(unit) for unit in (*found.values(), *ends.values())}
         found = _outermost(module, lambda candidate: id(candidate) in ids)
