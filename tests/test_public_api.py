@@ -70,6 +70,7 @@ OWN_ARGUMENTS: list[tuple[str, Any]] = [
     ("find_unused_parameters", False),
     ("deterministic", None),
     ("offload", None),
+    ("ranks_may_skip_units", False),
 ]
 """Not in the published signatures: they come last."""
 EXPERTS = ("zero_dp_strategy_experts", None)  # of `MegatronFSDP` a field of its configuration
@@ -178,6 +179,7 @@ def test_the_package_exports_the_published_names() -> None:
         "reduce_scatter_with_fp32_accumulation",
         "AdamW8bit",  # ours
         "ChainedOptimizer",  # ours
+        "meet_ranks",  # ours
         "steps_whole_tensors",  # ours
     }
 

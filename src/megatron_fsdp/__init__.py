@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_fsdp.comm.reduction import reduce_scatter_with_fp32_accumulation
     from megatron_fsdp.ddp import DistributedDataParallel
     from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
+    from megatron_fsdp.engine.matched_passes import meet_ranks
     from megatron_fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
     from megatron_fsdp.megatron_fsdp import MegatronFSDP
     from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
@@ -61,6 +62,7 @@ __all__ = [
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",
+    "meet_ranks",
     "reduce_scatter_with_fp32_accumulation",
     "steps_whole_tensors",
 ]
@@ -76,6 +78,7 @@ _HOMES = {
     "fully_shard": "fully_shard",
     "fully_shard_model": "fully_shard",
     "fully_shard_optimizer": "fully_shard",
+    "meet_ranks": "engine.matched_passes",
     "reduce_scatter_with_fp32_accumulation": "comm.reduction",
     "steps_whole_tensors": "optim.full_tensor.step",
 }

@@ -180,6 +180,7 @@ def fully_shard_model(
     find_unused_parameters: bool = False,
     deterministic: str | None = None,
     offload: OffloadArgument = None,
+    ranks_may_skip_units: bool | Sequence[nn.Module] = False,
     zero_dp_strategy_experts: str | int | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks.
@@ -265,6 +266,9 @@ def fully_shard_model(
             names them all. Results are the same (docs/memory.md).
         zero_dp_strategy_experts: The strategy of expert parameters (as `expt_device_mesh` has them; without one those
             with `.experts.` in the name); None: `zero_dp_strategy`.
+        ranks_may_skip_units: Let ranks take different paths: each pass gathers and reduces all units in one order, and
+            a rank that does not call a unit, or has no batch, fills it in. True: in the order of registration; or the
+            modules that are units, in the order in which forwards call them (docs/debugging.md).
 
     Returns:
         The wrapped model.
@@ -350,6 +354,7 @@ def fully_shard_model(
         find_unused_parameters=find_unused_parameters,
         deterministic=deterministic,
         offload=offload,
+        ranks_may_skip_units=ranks_may_skip_units,
     )
     if not preproc_state_dict_for_dcp_ckpt:
         for unit in model._engine.units:

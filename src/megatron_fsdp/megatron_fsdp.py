@@ -25,6 +25,7 @@ from megatron_fsdp.config.engine_options import (
     checked_deterministic,
     engine_options_of,
     resolve_memory_options,
+    resolve_skip_order,
     with_weight_format,
 )
 from megatron_fsdp.config.offload import OffloadArgument, resolve_offload
@@ -177,6 +178,7 @@ class MegatronFSDP(nn.Module):
         find_unused_parameters: bool = False,
         deterministic: str | None = None,
         offload: OffloadArgument = None,
+        ranks_may_skip_units: bool | Sequence[nn.Module] = False,
     ) -> None:
         if not isinstance(dist_index, FSDPDistributedIndex):
             raise TypeError(f"dist_index is a {type(dist_index).__name__}; give an FSDPDistributedIndex")
@@ -215,6 +217,7 @@ class MegatronFSDP(nn.Module):
             find_unused_parameters=find_unused_parameters,
             deterministic=checked_deterministic(deterministic),
             offload=resolve_offload(offload, max(options.strategies)),
+            skip_order=resolve_skip_order(ranks_may_skip_units, module),
         )
         if dist_index.hsdp_outer_dp_shard and options.outer_strategy is not ShardingStrategy.optim:
             raise ConfigurationError(

@@ -197,7 +197,7 @@ def test_whatever_is_read_gathers_run_in_one_order_and_before_they_are_needed(
 def backward(scheduler: BucketScheduler, *arrivals: tuple[int, int]) -> list[str]:
     """One backward; what each gradient (bucket, parameter) sets off, and then the end."""
     scheduler.forward_begins(0)
-    weights_version = scheduler.forward_ends(0, needs_backward=True)
+    weights_version, _ = scheduler.forward_ends(0, needs_backward=True)
     found = [text(scheduler.backward_begins(0, weights_version))]
     filling: set[int] = set()
     for bucket, parameter in arrivals:
@@ -256,7 +256,7 @@ def test_more_gradients_than_ever_before_are_refused_and_learnt_after_a_reset() 
     scheduler = make()
     backward(scheduler, *IN_ORDER)
     scheduler.forward_begins(0)
-    scheduler.backward_begins(0, scheduler.forward_ends(0, needs_backward=True))
+    scheduler.backward_begins(0, scheduler.forward_ends(0, needs_backward=True)[0])
     scheduler.gradient_arrives(4)
     scheduler.gradient_counted(4, 0)
     scheduler.reset()

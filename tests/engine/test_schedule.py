@@ -78,10 +78,10 @@ class Play:
             return self.scheduler.backward_begins(unit, version, reads_weights=kind == "B")
         if edge == ">":
             return self.scheduler.forward_begins(unit)
-        weights_version = self.scheduler.forward_ends(unit, needs_backward=kind == "F")
+        weights_version, operations = self.scheduler.forward_ends(unit, needs_backward=kind == "F")
         if kind == "F":
             self.epochs.setdefault(unit, []).append(weights_version)
-        return ()
+        return operations
 
 
 def play(units: int = 4, **options: Any) -> Play:

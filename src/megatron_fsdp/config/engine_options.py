@@ -135,6 +135,8 @@ class EngineOptions:
     megatron_fsdp_cuda_graph_mode: bool = False
     offload: Offload = Offload()  # noqa: RUF009 (frozen)
     strategy_experts: ShardingStrategy | None = None  # of experts, on the sharding axis; None: that of all parameters
+    # of units that ranks may skip: paths of modules, none: as they are registered; None: ranks call the same units
+    skip_order: tuple[str, ...] | None = None
 
     @property
     def strategies(self) -> tuple[ShardingStrategy, ...]:
@@ -206,6 +208,25 @@ def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecis
         megatron_fsdp_use_decoupled_grad=config.megatron_fsdp_use_decoupled_grad,
         megatron_fsdp_cuda_graph_mode=config.megatron_fsdp_cuda_graph_mode,
     )
+
+
+def resolve_skip_order(given: bool | Sequence[nn.Module], model: nn.Module) -> tuple[str, ...] | None:
+    """Resolve the argument `ranks_may_skip_units` into paths of modules of a model.
+
+    Raises:
+        ConfigurationError: It is neither a bool nor a sequence of modules of the model.
+    """
+    if isinstance(given, bool):
+        return () if given else None
+    paths = {id(module): path for path, module in model.named_modules()}
+    modules = list(given) if isinstance(given, Sequence | nn.ModuleList) else [given]
+    for module in modules or [None]:
+        if id(module) not in paths:
+            raise ConfigurationError(
+                f"ranks_may_skip_units has a {type(module).__name__} that is no module of the model; give True, or the "
+                "modules that are units in the order in which forwards call them"
+            )
+    return tuple(paths[id(module)] for module in modules)
 
 
 def checked_deterministic(given: str | None) -> str | None:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,18 @@ _NEVER = -1  # the weights_version of a forward that used no weights
 #
 # Parameters, hooks and callbacks refer to the engine weakly. A strong reference would close a cycle (engine -> unit ->
 # parameter -> hook -> engine), and a deleted model would keep its memory until Python's collector happens to run.
+
+
+class Pass(IntEnum):
+    """What a rank is about to do with the whole model, as ranks that may skip units tell each other."""
+
+    NONE = 0  # nothing: it synchronises, steps, or waits for the others
+    FORWARD = 1
+    BACKWARD = 2
+
+
+def _nothing(_begun: Pass) -> None:
+    """Begin a pass: every rank runs the same ones by itself."""
 
 
 @dataclass(slots=True, eq=False)
@@ -183,6 +196,7 @@ class Engine:
         # The configuration that reports show, of wrappers that take one, and what was adjusted in it.
         self.config: DistributedDataParallelConfig | None = None
         self.config_notes: tuple[str, ...] = ()
+        self.on_pass: Callable[[Pass], None] = _nothing  # ranks that may skip units agree on the pass here
         self.stepped = False
         self._installs = 0
         self.full_units: set[int] = set()  # units whose modules show copies of the full parameters
@@ -223,6 +237,7 @@ class Engine:
         opens = not self.scheduler.in_forward and not self.scheduler.in_backward
         if opens:
             self.refuse_open_pass("a forward began")
+            self.on_pass(Pass.FORWARD)
             if self.executor.in_backward is not None:
                 self.executor.in_backward.check_forward(self.backward_number)
             if is_capturing(self.device):
@@ -309,7 +324,8 @@ class Engine:
             return ForwardCall(unit_index, module_index, _NEVER)  # another hook failed before the forward began
         if self.observers.active:
             self.observers.leaves(Phase.FORWARD, unit_index, failed)
-        weights_version = self.scheduler.forward_ends(unit_index, needs_backward)
+        weights_version, operations = self.scheduler.forward_ends(unit_index, needs_backward, failed)
+        self.executor.run(operations)
         if depth == 1:
             # A recomputation may run while the backward of a neighbour in the unit goes on, and needs its parameters.
             if unit_index not in self.unsharded_for_backward:
@@ -596,6 +612,7 @@ class Engine:
         if self._callback_queued:
             return
         self.refuse_shown_copies("a backward began")
+        self.on_pass(Pass.BACKWARD)
         if self.executor.in_backward is not None:
             self.executor.in_backward.backward_begins(self.backward_number + 1)
         if self.has_newer_weights:  # newer than the forward's: the scheduler refuses the backward
@@ -692,7 +709,7 @@ class Engine:
     def _finalise(self) -> None:
         """End a backward whose reductions are done."""
         if self.syncs:
-            self.finish_grad_sync()
+            self._sync_gradients(self.units)
             return
         syncing = [unit for unit in self.units if unit.mode.syncs]
         if syncing:
@@ -701,6 +718,7 @@ class Engine:
 
     def finish_grad_sync(self) -> None:
         """Reduce all deferred gradients, wait for them, and set `.grad`."""
+        self.on_pass(Pass.NONE)
         self._sync_gradients(self.units)
 
     def _sync_gradients(self, units: Sequence[Unit]) -> None:
@@ -710,10 +728,11 @@ class Engine:
 
     def sync_if_deferred(self) -> None:
         """Run the gradient sync that no backward has run, if any is due."""
+        self.on_pass(Pass.NONE)
         by_call = not all(mode.auto_sync for mode in self._modes)
         # Where the last backward was told to sync, and has, ranks need not agree on its gradients again.
         if self.has_deferred_gradients or (by_call and (self._has_unattached or not self.syncs)):
-            self.finish_grad_sync()
+            self._sync_gradients(self.units)
 
     def flush_deferred(self, units: Sequence[Unit] | None = None) -> None:
         """Reduce deferred gradients of units (None: of all), from the last one to the root, and wait for them.
@@ -847,7 +866,7 @@ class Engine:
         graphs = "cuda_graph_mode: memory keeps its addresses, but nothing can be captured, since "
         buffers = "" if self.user_buffers is None else self.user_buffers.note
         capture = self.no_capture_reason and graphs + self.no_capture_reason
-        return tuple(filter(None, (*self.config_notes, buffers, self.format_note, capture)))
+        return tuple(filter(None, (*self.config_notes, buffers, self.format_note, capture, self.scheduler.note)))
 
     # ---- for wrappers and reports ------------------------------------------------------------------------------------
 

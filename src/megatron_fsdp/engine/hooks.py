@@ -429,8 +429,11 @@ def _communicate_for(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
     forward = engine.post_forward(
         call.unit, needs_backward, module_index=call.module_index, reads_weights=reads_weights
     )
-    if not needs_backward:
-        return hidden
+    return announcing_backward(engine, forward, hidden) if needs_backward else hidden
+
+
+def announcing_backward(engine: Engine, forward: ForwardCall, hidden: Tensor) -> Tensor:
+    """Return a tensor of the same values, whose gradient announces the backward of a forward."""
     anchor = torch.empty(0, device=hidden.device, requires_grad=True)  # so there is a backward in any case
     passed: Tensor = _Passage.apply(hidden, anchor)  # type: ignore[no-untyped-call]
     passed.register_hook(partial(_pre_backward, weakref.ref(engine), forward))

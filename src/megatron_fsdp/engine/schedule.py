@@ -281,10 +281,15 @@ class Scheduler:
             return self._need(unit, self._backward_order, self.config.backward_prefetch_units)
         return self._need(unit, self._forward_order, self.config.forward_prefetch_units)
 
-    def forward_ends(self, unit: int, needs_backward: bool) -> int:
-        """End a unit's forward (also by an exception); `needs_backward`: it will have a backward.
+    def forward_ends(
+        self,
+        unit: int,
+        needs_backward: bool,
+        failed: bool = False,  # noqa: ARG002
+    ) -> tuple[int, tuple[Operation, ...]]:
+        """End a unit's forward, also one that `failed`; `needs_backward`: it will have a backward.
 
-        Returns the version of the weights that it used, to be handed to `backward_begins`.
+        Returns the version of the weights that it used, to be handed to `backward_begins`, and operations.
         """
         # An exception may have ended forwards inside of this one without a call.
         while self._forward_stack and self._forward_stack.pop() != unit:
@@ -299,7 +304,7 @@ class Scheduler:
                 state.open_forwards = 1
             if unit != ROOT_UNIT:
                 self._backward_unit = unit  # the unit recomputed last is the one whose backward comes next
-        return self._weights_version
+        return self._weights_version, ()
 
     def backward_begins(self, unit: int, weights_version: int, reads_weights: bool = True) -> tuple[Operation, ...]:
         """Prepare the backward of one forward of a unit; one that reads no weights, as a lookup's, gathers none.
@@ -459,6 +464,11 @@ class Scheduler:
         self.config = replace(self.config, trainable=tuple(map(any, units)))
 
     # ---- state --------------------------------------------------------------------------------------------------
+
+    @property
+    def note(self) -> str:
+        """A sentence for reports; empty without one."""
+        return ""
 
     @property
     def in_backward(self) -> bool:

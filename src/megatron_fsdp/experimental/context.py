@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -13,7 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.streams import default_device, resolve_device
-from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions, UserBufferOptions, WeightAllocator
+from megatron_fsdp.config.engine_options import (
+    EngineOptions,
+    MemoryOptions,
+    UserBufferOptions,
+    WeightAllocator,
+    resolve_skip_order,
+)
 from megatron_fsdp.config.switches import resolve_verify_ranks
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import Sharding
@@ -43,14 +49,18 @@ class FsdpContext:
     Args:
         device: Of the shards.
         use_symmetric_memory: Communicate through memory that keeps its addresses, symmetric where the back end has it.
+        ranks_may_skip_units: As of `fully_shard_model`.
 
     Attributes:
         device: As given.
         use_symmetric_memory: As given.
     """
 
-    def __init__(self, device: torch.device, use_symmetric_memory: bool) -> None:
+    def __init__(
+        self, device: torch.device, use_symmetric_memory: bool, ranks_may_skip_units: bool | Sequence[nn.Module] = False
+    ) -> None:
         self.device = device
+        self._ranks_may_skip_units = ranks_may_skip_units
         self.use_symmetric_memory = use_symmetric_memory
         self.known = KnownPlans()
         self.shardings: dict[object, Sharding] = {}
@@ -106,7 +116,11 @@ class FsdpContext:
         memory = MemoryOptions(allocator=WeightAllocator.RESIZE)
         if self.use_symmetric_memory:
             memory = MemoryOptions(user_buffers=UserBufferOptions(), is_persistent=True)
-        options = EngineOptions(memory=memory, verify_ranks_s=resolve_verify_ranks(None))
+        options = EngineOptions(
+            memory=memory,
+            verify_ranks_s=resolve_verify_ranks(None),
+            skip_order=resolve_skip_order(self._ranks_may_skip_units, roots[0]),
+        )
         engine = finish_in_place(roots, options, self.at_once, _WORDS)
         self._engine = weakref.ref(engine)
         for handle in self._refusals:
@@ -165,6 +179,7 @@ def fully_shard_context(
     *,
     use_symmetric_memory: bool = False,
     unify_communication_stream: bool = False,
+    ranks_may_skip_units: bool | Sequence[nn.Module] = False,
 ) -> Iterator[FsdpContext]:
     """Shard the modules that are handed to `fully_shard` inside, and make their engine when the block ends well.
 
@@ -172,6 +187,7 @@ def fully_shard_context(
         device: Of the shards; None: the accelerator of this process, else the CPU.
         use_symmetric_memory: Communicate through memory that keeps its addresses, symmetric where the back end has it.
         unify_communication_stream: Accepted, and warned of: all-gathers and reductions have a stream each.
+        ranks_may_skip_units: Let ranks call different units; as of `fully_shard_model`.
 
     Yields:
         The context, which stays in use (`microbatch`).
@@ -184,7 +200,8 @@ def fully_shard_context(
         raise ScheduleError("fully_shard_context does not support nesting; shard all modules inside one context")
     if unify_communication_stream:
         warn_caller("unify_communication_stream=True has no effect: gathers and reductions keep streams of their own")
-    context = FsdpContext(resolve_device(device, default_device().type), use_symmetric_memory)
+    on = resolve_device(device, default_device().type)
+    context = FsdpContext(on, use_symmetric_memory, ranks_may_skip_units)
     token = _OPEN.set(context)
     try:
         yield context

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from megatron_fsdp.comm.agreement import Groups, agreed
 from megatron_fsdp.comm.streams import default_device, resolve_device
-from megatron_fsdp.config.engine_options import EngineOptions
+from megatron_fsdp.config.engine_options import EngineOptions, resolve_skip_order
 from megatron_fsdp.config.offload import resolve_offload
 from megatron_fsdp.config.precision import MixedPrecisionPolicy as Policy
 from megatron_fsdp.config.strategy import ShardingStrategy
@@ -68,6 +68,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: object = None,
+    ranks_may_skip_units: bool | Sequence[nn.Module] = False,
 ) -> Modules:
     """Shard the parameters of a module in place, as `torch.distributed.fsdp.fully_shard` does; no communication.
 
@@ -88,6 +89,8 @@ def fully_shard(
         offload_policy: `CPUOffloadPolicy()` keeps weights, gradients and optimizer state in host memory.
         ignored_params: Parameters that stay as they are.
         dp_mesh_dims: Not supported.
+        ranks_may_skip_units: Of the outermost module: let ranks call different units; as of `fully_shard_model`. Not
+            in torch's.
 
     Returns:
         Its first argument.
@@ -100,6 +103,7 @@ def fully_shard(
     modules: list[nn.Module] = [module] if isinstance(module, nn.Module) else list(module)
     for each in modules:
         _check_module(each)
+        resolve_skip_order(ranks_may_skip_units, each)
     if not modules or len(set(map(id, modules))) < len(modules):
         raise ConfigurationError(f"{len(modules)} modules were given, none or one of them twice; give each once")
     if dp_mesh_dims is not None:
@@ -151,6 +155,7 @@ def fully_shard(
     ]
     inner_states = list(dict.fromkeys(state for each in inside if (state := state_of(each)) is not None))
     state = ShardState(modules, params, inner_states, (plans, *own_plans), sharding, mp_policy, reshards, left_out)
+    state.ranks_may_skip_units = ranks_may_skip_units
     for each in modules:
         move_buffers(each, sharding.device)
         for inner in each.modules():

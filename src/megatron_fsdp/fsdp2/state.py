@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.comm.axis import Traffic
-from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions, WeightAllocator
+from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions, WeightAllocator, resolve_skip_order
 from megatron_fsdp.config.switches import resolve_verify_ranks
 from megatron_fsdp.dtensor.expert_names import described
 from megatron_fsdp.dtensor.tensor import swap_tensors
@@ -117,6 +117,7 @@ class ShardState:
         self.sharding = sharding
         self.reshard_after_forward, self.reshard_after_backward = reshard_after_forward, True
         self.mode = SyncMode()
+        self.ranks_may_skip_units: bool | Sequence[nn.Module] = False
         self._after_reduction: Callable[[torch.Tensor], None] | None = None
         self.divisor: float | None = None  # of the sum of gradients over all ranks; None: their number
         self.unit: Unit | None = None  # once it is cut into buffers
@@ -184,6 +185,8 @@ class ShardState:
             for path, state in self._named_states():
                 facts |= state._facts(path or "the root")
             self._check_structure(states)
+            if any(state.ranks_may_skip_units for state in states if state is not self):
+                raise ConfigurationError("ranks_may_skip_units was given for an inner module; give it for the root")
             meta = [each.name for state in states for each in state.params if each.held.is_meta]
             if meta:
                 raise ScheduleError(
@@ -198,6 +201,7 @@ class ShardState:
             # As in torch, what no rank has used has no gradient, instead of zeros by which momentum would move it.
             find_unused_parameters=True,
             verify_ranks_s=resolve_verify_ranks(None),
+            skip_order=resolve_skip_order(self.ranks_may_skip_units, self.modules[0]),
         )
         engine = finish_in_place(self.modules, options, SyncMode(), _WORDS)
         if vars(fsdp)["fully_shard"] is not torch_fully_shard:

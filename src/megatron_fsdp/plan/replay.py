@@ -443,7 +443,7 @@ class _Replay:
                 self._executor.all_gather_outer()
             self._run(scheduler.forward_begins(unit.index))
         elif event is Event.FORWARD_ENDS:
-            self._epochs[unit.index] = scheduler.forward_ends(unit.index, needs_backward=True)
+            self._epochs[unit.index] = scheduler.forward_ends(unit.index, needs_backward=True)[0]
             if not scheduler.in_forward and not scheduler.in_backward:
                 self._executor.wait_for_outer()
         elif event is Event.BACKWARD_BEGINS:

@@ -36,7 +36,8 @@ from megatron_fsdp.sharding.weight_formats import WeightFormat
 from megatron_fsdp.wrap.shard_unit import KnownSpecs, ModuleEvents, finish, shard_unit
 
 WITHOUT_JOIN = (
-    "one that has nothing to compute with a unit calls it with any input and adds 0 times the result to its loss"
+    "one that has nothing to compute with a unit calls it with any input and adds 0 times the result to its loss, or "
+    "give ranks_may_skip_units=True where the model is sharded"
 )
 """The remedy for ranks without data, where a model has no method for it."""
 
@@ -158,7 +159,7 @@ def finish_in_place(
     for rank_mesh in meshes:
         connect_all_ranks(rank_mesh)
         with all_agree("sharding modules", (rank_mesh.group,)) as facts:
-            facts |= _facts(units, rank_mesh)
+            facts |= _facts(units, rank_mesh) | {"ranks_may_skip_units": str(options.skip_order)}
     device = next(plan.device for unit in units for plan in unit.group_plans)
     ranks = Ranks(device=device, meshes=meshes, reaching_all=groups_reaching_all(meshes))
     memory = replace(options.memory, slots=options.memory.slots + _depth(by_path) - 1)

@@ -29,6 +29,7 @@ from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import DelayedGradients, Executor
 from megatron_fsdp.engine.group_plan import GroupPlan, Ranks
 from megatron_fsdp.engine.hooks import answer_for_sharded_parameters, register_hooks
+from megatron_fsdp.engine.matched_passes import match_passes, ordered_scheduler
 from megatron_fsdp.engine.memory import CommunicationPool
 from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
 from megatron_fsdp.engine.param_group import ParameterGroup
@@ -211,7 +212,9 @@ def finish(
         units=units,
         unit_plan=unit_plan,
         memory_plan=plan,
-        scheduler=events.make_scheduler(plan.schedule, units),
+        scheduler=events.make_scheduler(plan.schedule, units)
+        if options.skip_order is None
+        else ordered_scheduler(plan.schedule, units, options.skip_order),
         executor=Executor(units, ranks.device, plan, pool),
         options=options,
         device=ranks.device,
@@ -235,6 +238,8 @@ def finish(
         if user_buffers.unsupported_reason:
             warn_caller(user_buffers.note, is_first=ranks.is_first)
     events.connect(engine, roots.get(""))
+    if options.skip_order is not None:
+        match_passes(engine)
     for root in roots.values():
         units[0].state_dict_handles += convert_expert_names(engine, root)
     watch_optimizers(engine)
