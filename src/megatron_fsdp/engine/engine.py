@@ -32,6 +32,7 @@ from megatron_fsdp.engine.gradients import (
     direct_hook,
     get_grad,
     match_waiting_sums,
+    plain_attributes,
 )
 from megatron_fsdp.engine.memory import weakly
 from megatron_fsdp.engine.memory_plan import MemoryPlan, prefetch_depth, unit_numels
@@ -394,9 +395,9 @@ class Engine:
         Nothing is sent unless something has changed; then ranks agree on it first.
         """
         # See Note [What ranks agree on, and when].
-        changes = {
-            id(group): flags for group in self.groups() if (flags := group.requires_grad_flags()) != group.trainable
-        }
+        with plain_attributes():
+            flags = {id(group): [param.requires_grad for param in group.sharded] for group in self.groups()}
+        changes = {id(group): flags[id(group)] for group in self.groups() if flags[id(group)] != group.trainable}
         if not changes:
             return
         self.compare_facts(
@@ -478,20 +479,11 @@ class Engine:
         """The number of changes of the main weights: by steps, loads, write-backs and others' writes."""
         return self._installs + self.has_newer_weights
 
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if an optimizer of the model's parameters steps while full tensors are handed out."""
-        if (self.open_pass or self.full_units) and (optimizer in self.connected or self._is_ours(optimizer)):
-            self.refuse_shown_copies("an optimizer stepped")
-
-    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+    def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return True if an optimizer holds parameters of the model."""
         # Runs at every step of every optimizer in the process: one parameter per param group has to be enough.
         firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
         return any(id(param) in self.group_and_index for param in firsts)
-
-    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record a step of an optimizer that is not connected, since custom kernels do not raise version counters."""
-        if self._is_ours(optimizer):
-            self.stepped = True
 
     def install_main_weights(self) -> None:
         """Copy main weights into compute weights, and reshard all units, whose gathered weights are stale."""

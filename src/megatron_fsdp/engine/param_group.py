@@ -181,7 +181,6 @@ def _main_buffer(plan: GroupPlan) -> FlatBuffer:
 
 
 # These run over all parameters in every step; without a Python call for each they take a fraction of the time.
-_requires_grad = attrgetter("requires_grad")
 _local_tensor = attrgetter("_local_tensor")
 _version = attrgetter("_version")
 _backward_hooks = attrgetter("_backward_hooks")
@@ -334,11 +333,6 @@ class ParameterGroup:
         return self._wrapping is not None or self._pointed_to is not None
 
     # ---- requires_grad ------------------------------------------------------------------------------------------
-
-    def requires_grad_flags(self) -> list[bool]:
-        """Return the `requires_grad` that the user has set on each sharded parameter."""
-        with plain_attributes():
-            return list(map(_requires_grad, self.sharded))
 
     @property
     def is_trainable(self) -> bool:

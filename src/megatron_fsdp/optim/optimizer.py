@@ -750,7 +750,9 @@ def _watchers() -> weakref.WeakKeyDictionary[Engine, OptimizerCheck]:
 
     def before_step(optimizer: Optimizer, *_unused: Any) -> None:
         for engine in tuple(watchers):
-            engine.check_step(optimizer)
+            hands_out = engine.open_pass or engine.full_units  # tensors that would miss the step
+            if hands_out and (optimizer in engine.connected or engine.is_stepped_by(optimizer)):
+                engine.refuse_shown_copies("an optimizer stepped")
         if seen.get(optimizer) is not optimizer.state:  # torch sets another one when it loads
             cut_state(optimizer)
             seen[optimizer] = optimizer.state
@@ -768,7 +770,7 @@ def _watchers() -> weakref.WeakKeyDictionary[Engine, OptimizerCheck]:
             if optimizer not in engine.connected:  # else its own hooks install the weights
                 check.check_parameters(optimizer)
                 check.warn_of_unreduced(optimizer, engine)
-                engine.note_step(optimizer)
+                engine.stepped |= engine.is_stepped_by(optimizer)  # custom kernels raise no version counters
 
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
