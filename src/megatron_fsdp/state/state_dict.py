@@ -20,7 +20,7 @@ from megatron_fsdp.dtensor.dispatch import local_operand
 from megatron_fsdp.dtensor.expert_names import described
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.engine import Engine, live_engine, live_unit
+from megatron_fsdp.engine.engine import Engine, live_unit
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
@@ -99,10 +99,10 @@ def convert_expert_names(engine: Engine, module: nn.Module) -> list[RemovableHan
     """Name the experts of all ranks in state dicts of a model, and those of this rank when one is loaded."""
     if engine.expert_names.is_trivial:
         return []
-    reference = weakref.ref(engine)
     return [
-        module.register_state_dict_post_hook(partial(_to_global_names, reference)),
-        module.register_load_state_dict_pre_hook(partial(_to_local_names, reference)),
+        module.register_state_dict_post_hook(partial(_rename, engine.expert_names.name_of)),
+        # Other ranks' experts are left out, as the state dict may be of the whole model.
+        module.register_load_state_dict_pre_hook(partial(_rename, engine.expert_names.name_here)),
     ]
 
 
@@ -157,20 +157,13 @@ def _before_load(
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 
-def _to_global_names(
-    reference: weakref.ref[Engine], _module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
+def _rename(
+    new_name: Callable[[str], str | None],
+    _module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    *_unused: Any,
 ) -> None:
-    _rename(state_dict, prefix, live_engine(reference).expert_names.name_of)
-
-
-def _to_local_names(
-    reference: weakref.ref[Engine], _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any
-) -> None:
-    """Rename to this rank's names; other ranks' experts are left out, as the state dict may be of the whole model."""
-    _rename(state_dict, prefix, live_engine(reference).expert_names.name_here)
-
-
-def _rename(state_dict: dict[str, Any], prefix: str, new_name: Callable[[str], str | None]) -> None:
     """Rename keys behind the prefix, in place; drop those without a new name."""
     entries = list(state_dict.items())
     state_dict.clear()
