@@ -152,7 +152,7 @@ def test_weights_are_gathered_as_the_mode_says() -> None:
         text(scheduler.forward_opens()) == "unshard0 unshard1 unshard2 unshard3 unshard4 wait0 wait1 wait2 wait3 wait4"
     )
     assert text(scheduler.weights_read({2, 3})) == ""
-    assert text(scheduler.forward_closes()) == ""
+    assert text(scheduler.everything()) == ""
     scheduler = make(GatherMode.TOGETHER)
     assert text(scheduler.forward_opens()) == "unshard0 unshard1 unshard2 unshard3 unshard4"
     assert [text(scheduler.weights_read(read)) for read in ({2, 1}, {2, 4})] == ["wait1 wait2", "wait4"]
@@ -173,7 +173,7 @@ def test_weights_that_changed_are_gathered_again_and_whole_ones_never() -> None:
     for mode in GatherMode:
         scheduler = make(mode, gathers=False)
         assert not [*scheduler.forward_opens(), *scheduler.weights_read({1, 4})]
-        assert not [*scheduler.everything(), *scheduler.forward_closes()]
+        assert not scheduler.everything()
 
 
 @given(st.sampled_from(GatherMode), st.lists(st.sets(st.integers(0, BUCKETS)), max_size=8))
@@ -186,7 +186,7 @@ def test_whatever_is_read_gathers_run_in_one_order_and_before_they_are_needed(
         started += scheduler.weights_read(units)
         waited = {operation.unit for operation in started if operation.action.value == "wait"}
         assert units <= waited
-    started += scheduler.forward_closes()
+    started += scheduler.everything()
     gathers = [operation.unit for operation in started if operation.action.value == "unshard"]
     assert gathers == list(range(BUCKETS + 1))
 

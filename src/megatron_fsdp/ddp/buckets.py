@@ -112,10 +112,6 @@ class _Arrivals:
         if self.now[parameter] == max(1, self.expected[parameter]):
             self.missing -= 1
 
-    def learn(self) -> None:
-        """Record the counts of a finished backward as those expected of the next."""
-        self.expected = [max(pair) for pair in zip(self.expected, self.now, strict=True)]
-
     def forget(self) -> None:
         """Reset the counts for the next backward."""
         self.now = [0] * len(self.now)
@@ -129,7 +125,7 @@ class BucketScheduler(Scheduler):
         super().__init__(config)
         self.gather_mode = gather_mode
         self._arrivals = [_Arrivals(count, count) for count in counts]
-        self._learning = True  # no backward has ended yet
+        self.learns = True  # the counts of the backward, which reduces all at its end; none has ended yet
         self._next = len(counts) - 1  # the bucket to be reduced next
 
     # ---- weights ------------------------------------------------------------------------------------------------
@@ -152,18 +148,6 @@ class BucketScheduler(Scheduler):
         last = min(max(units, default=ROOT_UNIT) + 1, len(self._units) - 1)
         started = [op for unit in range(last + 1) for op in self.prefetch_requested(unit)]
         return (*started, *(op for unit in sorted(units) for op in self.weights_requested(unit)))
-
-    def forward_closes(self) -> tuple[Operation, ...]:
-        """All-gather the buckets that the forward did not read, since other ranks may have read them.
-
-        Waited for, because the weights may be written to after the forward.
-        """
-        return self.everything()
-
-    @property
-    def learns(self) -> bool:
-        """True if the running backward reduces everything at its end, to learn the counts."""
-        return self._learning
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -188,7 +172,7 @@ class BucketScheduler(Scheduler):
         """Count a gradient of a bucket's parameter; return the reductions that can start, in order."""
         arrivals = self._arrivals[unit]
         arrivals.note(parameter)
-        if arrivals.missing or self._learning or not self.config.reduces_early:
+        if arrivals.missing or self.learns or not self.config.reduces_early:
             return ()
         operations: list[Operation] = []
         while self._next > ROOT_UNIT and not self._arrivals[self._next].missing:
@@ -200,8 +184,8 @@ class BucketScheduler(Scheduler):
     def backward_ends(self) -> tuple[Operation, ...]:
         """End a backward; the next one expects as many gradients."""
         for arrivals in self._arrivals:
-            arrivals.learn()
-        self._learning = False
+            arrivals.expected = [max(pair) for pair in zip(arrivals.expected, arrivals.now, strict=True)]
+        self.learns = False
         self._forget_arrivals()
         return super().backward_ends()
 
@@ -209,11 +193,11 @@ class BucketScheduler(Scheduler):
         """Set the trainable parameters; the gradients per backward are counted anew."""
         super().set_trainable(units)
         self._arrivals = [_Arrivals(len(flags), sum(flags)) for flags in units]
-        self._learning = True
+        self.learns = True
 
     def reset(self) -> tuple[Operation, ...]:
         """Drop interrupted passes."""
-        self._learning = True
+        self.learns = True
         self._forget_arrivals()
         return super().reset()
 

@@ -76,7 +76,9 @@ class BucketEngine(Engine):
         call = super().post_forward(unit_index, *args, **kwargs)
         if not self.scheduler.forward_depth(unit_index) and not self.scheduler.in_backward:
             if not self.executor.is_broken:
-                self.executor.run(self.scheduler.forward_closes())
+                # Also what the forward did not read, since other ranks may have. Waited for, since weights may be
+                # written to after the forward.
+                self.executor.run(self.scheduler.everything())
             for unit in self._buckets:
                 if unit.index not in self.full_units:
                     unit.to_sharded()
