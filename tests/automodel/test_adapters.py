@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from megatron_fsdp.automodel import AutoModelForCausalLM, AutoModelForSequenceClassification
 from megatron_fsdp.checkpoint.hf import save_adapter
 from megatron_fsdp.errors import ConfigurationError
-from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import (
     STRATEGIES,
     Trained,
@@ -88,8 +87,7 @@ def assert_like_one_process(model: Any, expected: tuple[dict[str, Tensor], Train
 def train_adapters(cases: Sequence[tuple[str, str, Any, dict[str, Any], torch.dtype]], out: str) -> None:
     """Each case (strategy, folder, config, fields of the strategy, dtype) against one process, then files."""
     for index, case in enumerate(cases):
-        with groups_destroyed():
-            _train_case(*case, f"{out}/{index}-{dist.get_world_size()}")
+        _train_case(*case, f"{out}/{index}-{dist.get_world_size()}")
 
 
 def _train_case(name: str, folder: str, config: Any, fields: dict[str, Any], dtype: torch.dtype, target: str) -> None:
@@ -244,12 +242,11 @@ def refuse(folder: str) -> None:
 
 
 def rest(folder: str, out: str) -> None:
-    with groups_destroyed():
-        classify(folder, STRATEGIES)
-        draw_all("gemma3", "fsdp2")
-        draw_all("llama", "megatron_fsdp")
-        train_by_manager(folder, lora(use_dora=True), out)
-        refuse(folder)
+    classify(folder, STRATEGIES)
+    draw_all("gemma3", "fsdp2")
+    draw_all("llama", "megatron_fsdp")
+    train_by_manager(folder, lora(use_dora=True), out)
+    refuse(folder)
 
 
 @pytest.mark.full

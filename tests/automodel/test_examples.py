@@ -14,7 +14,6 @@ import torch.distributed as dist
 import transformers
 import yaml
 
-from tests.automodel.process_groups import groups_destroyed
 from tests.conftest import RunRanks
 from tests.support.source_tree import ROOT
 
@@ -43,8 +42,7 @@ def assert_trained(shown: str, folder: Path) -> None:
 
 def run_as_a_rank(settings: str) -> str:
     """The example in ranks that are joined already; what it shows."""
-    with groups_destroyed():
-        return run_example(settings)
+    return run_example(settings)
 
 
 def run_example(settings: str) -> str:

@@ -23,7 +23,6 @@ from megatron_fsdp.automodel import MegatronFSDPManager, MoEParallelizerConfig, 
 from megatron_fsdp.automodel.expert_parallel import parallelize_experts, placement_of, shard_experts
 from megatron_fsdp.checkpoint.load import load_checkpoint
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import (
     gradients_of,
     managed,
@@ -287,57 +286,54 @@ def test_the_engine_refuses_what_it_cannot_do_with_experts_on_all_ranks() -> Non
     with_buffer = build("mixtral", num_hidden_layers=1)
     with_buffer.get_submodule(NAME).register_buffer("scale", torch.ones(4))
     config = strategy("megatron_fsdp")
-    with groups_destroyed():
-        for wanted, model, options in (
-            ("LlamaForCausalLM has no module called experts", build("llama"), {}),
-            (f"{NAME} (MixtralExperts) has a buffer (scale); expert parallelism needs", with_buffer, {}),
-            (f"{NAME} has 3 experts (config.num_local", build("mixtral", num_hidden_layers=1, num_local_experts=3), {}),
-            (
-                "which tokens an expert computes together",
-                build("mixtral"),
-                {"deterministic": "world", "calculate_per_token_loss": True},
-            ),
-        ):
-            message = refusal(on_engine, model, ep_size=2, **options)
-            assert wanted in message
-            assert "\n" not in message
-        context = build_mesh_context(config, ep_size=2)
-        meshes: Any = context.device_mesh, context.moe_mesh
-        for options in ({"mp_policy": MixedPrecisionPolicy()}, {"reshard_after_forward": True}):
-            told = refusal(MegatronFSDPManager, config, *meshes, MoEParallelizerConfig(**options))
-            assert "moe_parallel_config sets mp_policy or reshard_after_forward, which are FSDP2's" in told
-        model = build("mixtral")
-        optimizer = torch.optim.SGD(model.parameters())
-        manager = MegatronFSDPManager(config, *meshes)
-        assert "an optimizer cannot be given with ep_size > 1" in refusal(manager.parallelize, model, optimizer)
+    for wanted, model, options in (
+        ("LlamaForCausalLM has no module called experts", build("llama"), {}),
+        (f"{NAME} (MixtralExperts) has a buffer (scale); expert parallelism needs", with_buffer, {}),
+        (f"{NAME} has 3 experts (config.num_local", build("mixtral", num_hidden_layers=1, num_local_experts=3), {}),
+        (
+            "which tokens an expert computes together",
+            build("mixtral"),
+            {"deterministic": "world", "calculate_per_token_loss": True},
+        ),
+    ):
+        message = refusal(on_engine, model, ep_size=2, **options)
+        assert wanted in message
+        assert "\n" not in message
+    context = build_mesh_context(config, ep_size=2)
+    meshes: Any = context.device_mesh, context.moe_mesh
+    for options in ({"mp_policy": MixedPrecisionPolicy()}, {"reshard_after_forward": True}):
+        told = refusal(MegatronFSDPManager, config, *meshes, MoEParallelizerConfig(**options))
+        assert "moe_parallel_config sets mp_policy or reshard_after_forward, which are FSDP2's" in told
+    model = build("mixtral")
+    optimizer = torch.optim.SGD(model.parameters())
+    manager = MegatronFSDPManager(config, *meshes)
+    assert "an optimizer cannot be given with ep_size > 1" in refusal(manager.parallelize, model, optimizer)
 
 
 @on_ranks(2)
 def test_routers_are_kept_where_layers_are_recomputed_by_the_engine() -> None:
     flops = []
-    with groups_destroyed():
-        for ignores in (False, True):
-            context = build_mesh_context(strategy("megatron_fsdp", activation_checkpointing="full"), ep_size=2)
-            context.moe_parallel_config = MoEParallelizerConfig(ignore_router_for_ac=ignores)
-            model = parallelize_model(build("mixtral", num_hidden_layers=1), context)
-            loss = model(**batch_of(), use_cache=False).loss
-            with FlopCounterMode(display=False) as counter:
-                loss.backward()
-            flops.append(counter.get_total_flops())
+    for ignores in (False, True):
+        context = build_mesh_context(strategy("megatron_fsdp", activation_checkpointing="full"), ep_size=2)
+        context.moe_parallel_config = MoEParallelizerConfig(ignore_router_for_ac=ignores)
+        model = parallelize_model(build("mixtral", num_hidden_layers=1), context)
+        loss = model(**batch_of(), use_cache=False).loss
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        flops.append(counter.get_total_flops())
     assert flops[1] < flops[0]
 
 
 def saved_again(source: Path | None, target: Path, ep_size: int) -> list[float]:
     """Load what was saved, or train two steps; save it; and go on."""
-    with groups_destroyed():
-        model = on_engine(build("qwen3_moe", seed=0 if source is None else 1, num_hidden_layers=2), ep_size)
-        optimizer = optimizer_of(model)
-        if source is None:
-            train(model, optimizer=optimizer)
-        else:
-            assert load_checkpoint(model, optimizer, source, with_rng=False).is_complete
-        dcp.save(state_of(model, optimizer), checkpoint_id=target)
-        return train(model, optimizer=optimizer).losses
+    model = on_engine(build("qwen3_moe", seed=0 if source is None else 1, num_hidden_layers=2), ep_size)
+    optimizer = optimizer_of(model)
+    if source is None:
+        train(model, optimizer=optimizer)
+    else:
+        assert load_checkpoint(model, optimizer, source, with_rng=False).is_complete
+    dcp.save(state_of(model, optimizer), checkpoint_id=target)
+    return train(model, optimizer=optimizer).losses
 
 
 @pytest.mark.full
@@ -358,23 +354,22 @@ def test_experts_load_into_another_number_of_ranks_bit_for_bit(run_ranks: RunRan
 @pytest.mark.full
 @on_ranks(4)
 def test_muon_steps_each_expert_as_a_matrix_of_its_own() -> None:
-    with groups_destroyed():
-        model, plain = (build("qwen3_moe", num_hidden_layers=1) for _ in range(2))
-        sharded = on_engine(model, 2)
-        params = dict(sharded.named_parameters())
-        optimizer = torch.optim.Muon([value for name, value in params.items() if name.endswith("mlp.gate.weight")])
-        optimizer.add_param_group({"params": [value for value in params.values() if value.ndim == 3]})
-        fully_shard_optimizer(optimizer)
-        sharded(input_ids=batch_of()["input_ids"], use_cache=False).logits.square().mean().backward()
-        gradients = gradients_of(sharded)
-        stacks = {name: param for name, param in plain.named_parameters() if param.ndim == 3}
-        matrices = [nn.Parameter(matrix) for param in stacks.values() for matrix in param.detach()]
-        for matrix, gradient in zip(matrices, (each for name in stacks for each in gradients[name]), strict=True):
-            matrix.grad = gradient
-        torch.optim.Muon(matrices).step()
-        optimizer.step()
-        found = parameters_of(sharded)
-        assert_equal_tensors({name: found[name] for name in stacks}, stacks)
-        assert not torch.equal(
-            stacks[f"{NAME}.down_proj"], build("qwen3_moe", num_hidden_layers=1).get_parameter(f"{NAME}.down_proj")
-        )
+    model, plain = (build("qwen3_moe", num_hidden_layers=1) for _ in range(2))
+    sharded = on_engine(model, 2)
+    params = dict(sharded.named_parameters())
+    optimizer = torch.optim.Muon([value for name, value in params.items() if name.endswith("mlp.gate.weight")])
+    optimizer.add_param_group({"params": [value for value in params.values() if value.ndim == 3]})
+    fully_shard_optimizer(optimizer)
+    sharded(input_ids=batch_of()["input_ids"], use_cache=False).logits.square().mean().backward()
+    gradients = gradients_of(sharded)
+    stacks = {name: param for name, param in plain.named_parameters() if param.ndim == 3}
+    matrices = [nn.Parameter(matrix) for param in stacks.values() for matrix in param.detach()]
+    for matrix, gradient in zip(matrices, (each for name in stacks for each in gradients[name]), strict=True):
+        matrix.grad = gradient
+    torch.optim.Muon(matrices).step()
+    optimizer.step()
+    found = parameters_of(sharded)
+    assert_equal_tensors({name: found[name] for name in stacks}, stacks)
+    assert not torch.equal(
+        stacks[f"{NAME}.down_proj"], build("qwen3_moe", num_hidden_layers=1).get_parameter(f"{NAME}.down_proj")
+    )

@@ -20,7 +20,6 @@ from megatron_fsdp.automodel.forwards import (
     recompute_in_backward,
     run_under_autocast,
 )
-from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import strategy
 from tests.support.language_models import FAMILIES, batch_of, build
 from tests.support.on_ranks import on_ranks
@@ -169,13 +168,12 @@ def test_patch_of_somebody_else_above_ours_is_left_alone() -> None:
 @on_ranks(1)
 def test_flag_of_fsdp2_leaves_the_look_out() -> None:
     original: Any = flash._is_packed_sequence
-    with groups_destroyed():
-        for flag in (False, True):
-            config: Any = strategy("fsdp2", patch_is_packed_sequence=flag)
-            mesh, _ = create_device_mesh(config)
-            assert mesh is not None
-            model = FSDP2Manager(config, mesh).parallelize(build("llama"))
-            assert looks_packed() is (not flag)
-            del model
-            gc.collect()
-            assert flash._is_packed_sequence is original
+    for flag in (False, True):
+        config: Any = strategy("fsdp2", patch_is_packed_sequence=flag)
+        mesh, _ = create_device_mesh(config)
+        assert mesh is not None
+        model = FSDP2Manager(config, mesh).parallelize(build("llama"))
+        assert looks_packed() is (not flag)
+        del model
+        gc.collect()
+        assert flash._is_packed_sequence is original

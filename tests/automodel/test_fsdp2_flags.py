@@ -15,7 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp.automodel import FSDP2Config
-from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import assert_trained_alike, managed, reference, strategy, train
 from tests.support.language_models import batch_of, build
 from tests.support.on_ranks import on_ranks
@@ -81,36 +80,32 @@ def kept_bytes(model: Any) -> int:
 @on_ranks(2)
 def test_activation_checkpointing_runs_layers_again_and_keeps_less() -> None:
     sizes, products = [], []
-    with groups_destroyed():
-        for flag in (False, "selective", "full"):
-            model = parallel(strategy("fsdp2", activation_checkpointing=flag))
-            assert sorted(name for name, _ in model.named_parameters()) == sorted(
-                dict(build("llama").named_parameters())
-            )
-            parts = {"attention": model.model.layers[0].self_attn, "mlp": model.model.layers[3].mlp}
-            with counted(parts) as counts, Calls() as calls:
-                sizes.append(kept_bytes(model))
-            products.append(sum(name == "mm" for name, _ in calls.seen))
-            assert counts == Counter(attention=1 + bool(flag), mlp=1 + bool(flag))
-            with counted(parts) as counts, torch.no_grad():
-                model(input_ids=own_tokens(), use_cache=False)
-            assert counts == Counter(attention=1, mlp=1)
-            assert_trained_alike(train(model), reference("llama"))
-            assert model.config.use_cache is (not flag)
+    for flag in (False, "selective", "full"):
+        model = parallel(strategy("fsdp2", activation_checkpointing=flag))
+        assert sorted(name for name, _ in model.named_parameters()) == sorted(dict(build("llama").named_parameters()))
+        parts = {"attention": model.model.layers[0].self_attn, "mlp": model.model.layers[3].mlp}
+        with counted(parts) as counts, Calls() as calls:
+            sizes.append(kept_bytes(model))
+        products.append(sum(name == "mm" for name, _ in calls.seen))
+        assert counts == Counter(attention=1 + bool(flag), mlp=1 + bool(flag))
+        with counted(parts) as counts, torch.no_grad():
+            model(input_ids=own_tokens(), use_cache=False)
+        assert counts == Counter(attention=1, mlp=1)
+        assert_trained_alike(train(model), reference("llama"))
+        assert model.config.use_cache is (not flag)
     assert sizes[2] < sizes[0] / 2
     assert products[0] < products[1] < products[2]
 
 
 @on_ranks(2)
 def test_layers_are_resharded_after_forward_as_told() -> None:
-    with groups_destroyed():
-        for flag, gathered_after in ((None, [3]), (True, []), (False, [0, 1, 2, 3])):
-            model = parallel(strategy("fsdp2", reshard_after_forward=flag))
-            loss = model(input_ids=own_tokens(), use_cache=False).logits.sum()
-            assert gathered(model) == gathered_after
-            loss.backward()
-            model.zero_grad()
-            assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
+    for flag, gathered_after in ((None, [3]), (True, []), (False, [0, 1, 2, 3])):
+        model = parallel(strategy("fsdp2", reshard_after_forward=flag))
+        loss = model(input_ids=own_tokens(), use_cache=False).logits.sum()
+        assert gathered(model) == gathered_after
+        loss.backward()
+        model.zero_grad()
+        assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
 
 
 def ahead(model: Any, direction: str) -> list[list[int]]:
@@ -154,36 +149,34 @@ def test_prefetching_gathers_as_many_layers_ahead_as_asked_in_each_direction() -
         ({"enable_fsdp2_prefetch": True, "fsdp2_backward_prefetch_depth": 0}, [[1], [2], [3], []], none),
         ({"enable_fsdp2_prefetch": True, "fsdp2_forward_prefetch_depth": 0}, none, [[], [0], [1, 0], [2, 1]]),
     ]
-    with groups_destroyed():
-        for fields, forward, backward in cases:
-            model = parallel(strategy("fsdp2", **fields))
-            assert ahead(model, "forward") == forward, fields
-            assert ahead(model, "backward") == backward, fields
-            assert gathered_in_forward(model) == [[index, *forward[index]] for index in range(4)], fields
-        assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
+    for fields, forward, backward in cases:
+        model = parallel(strategy("fsdp2", **fields))
+        assert ahead(model, "forward") == forward, fields
+        assert ahead(model, "backward") == backward, fields
+        assert gathered_in_forward(model) == [[index, *forward[index]] for index in range(4)], fields
+    assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
 
 
 def dtypes(config: Any) -> dict[str, Any]:
     """What one step computes, communicates and keeps in."""
-    with groups_destroyed():
-        model = parallel(config)
-        seen: dict[str, Any] = {}
-        layer = model.model.layers[0]
-        inside = lambda module, args, output: seen.update(input=args[0].dtype, output=output.dtype)  # noqa: E731, ARG005
-        handle = layer.mlp.up_proj.register_forward_hook(inside)
-        with Calls() as calls:
-            logits = model(input_ids=own_tokens(), use_cache=False).logits
-            logits.float().sum().backward()
-        handle.remove()
-        param = next(layer.parameters())
-        return {
-            **seen,
-            "logits": logits.dtype,
-            "gathered": calls.dtypes_of("_allgather_base_"),
-            "reduced": calls.dtypes_of("_reduce_scatter_base_"),
-            "stored": (param.dtype, param.grad.dtype),
-            "sharded": isinstance(model, FSDPModule) and type(param).__name__ == "DTensor",
-        }
+    model = parallel(config)
+    seen: dict[str, Any] = {}
+    layer = model.model.layers[0]
+    inside = lambda module, args, output: seen.update(input=args[0].dtype, output=output.dtype)  # noqa: E731, ARG005
+    handle = layer.mlp.up_proj.register_forward_hook(inside)
+    with Calls() as calls:
+        logits = model(input_ids=own_tokens(), use_cache=False).logits
+        logits.float().sum().backward()
+    handle.remove()
+    param = next(layer.parameters())
+    return {
+        **seen,
+        "logits": logits.dtype,
+        "gathered": calls.dtypes_of("_allgather_base_"),
+        "reduced": calls.dtypes_of("_reduce_scatter_base_"),
+        "stored": (param.dtype, param.grad.dtype),
+        "sharded": isinstance(model, FSDPModule) and type(param).__name__ == "DTensor",
+    }
 
 
 DEFAULT_DTYPES = {
@@ -222,12 +215,11 @@ def test_one_rank_has_the_dtypes_of_many() -> None:
 @on_ranks(2)
 def test_layers_hand_on_float32_only_where_autocast_lets_the_head_read_it() -> None:
     for autocast, handed_on in ((None, BF16), (BF16, FP32)):
-        with groups_destroyed():
-            model, seen = parallel(FSDP2Config(backend="gloo", mp_policy=POLICY, autocast_dtype=autocast)), set()
-            for layer in model.model.layers:
-                layer.register_forward_hook(lambda module, args, output: seen.add(output.dtype))  # noqa: ARG005, B023
-            logits = model(input_ids=own_tokens(), use_cache=False).logits
-            logits.float().sum().backward()
+        model, seen = parallel(FSDP2Config(backend="gloo", mp_policy=POLICY, autocast_dtype=autocast)), set()
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda module, args, output: seen.add(output.dtype))  # noqa: ARG005, B023
+        logits = model(input_ids=own_tokens(), use_cache=False).logits
+        logits.float().sum().backward()
         assert (seen, logits.dtype) == ({handed_on}, FP32)
 
 
@@ -235,11 +227,10 @@ def test_layers_hand_on_float32_only_where_autocast_lets_the_head_read_it() -> N
 def test_autocast_holds_during_recomputation_and_ends_with_forward() -> None:
     """Recomputation runs under the same autocast: otherwise saved and recomputed tensors differ in dtype."""
     gradients = []
-    with groups_destroyed():
-        for flag in (False, "selective", "full"):
-            model = parallel(strategy("fsdp2", autocast_dtype=BF16, activation_checkpointing=flag))
-            gradients.append(train(model, steps=1).gradients[0])
-        assert not torch.is_autocast_enabled("cpu")
+    for flag in (False, "selective", "full"):
+        model = parallel(strategy("fsdp2", autocast_dtype=BF16, activation_checkpointing=flag))
+        gradients.append(train(model, steps=1).gradients[0])
+    assert not torch.is_autocast_enabled("cpu")
     for name, expected in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], expected, rtol=0, atol=0)
 
@@ -250,13 +241,12 @@ def fsdp_params(module: Any) -> list[Any]:
 
 @on_ranks(2)
 def test_offloading_keeps_shards_on_the_host_and_trains_the_same() -> None:
-    with groups_destroyed():
-        for policy in (None, CPUOffloadPolicy(pin_memory=False)):
-            model = parallel(strategy("fsdp2", offload_policy=policy))
-            params = [p for m in model.modules() if isinstance(m, FSDPModule) for p in fsdp_params(m)]
-            assert len(params) == len(list(model.parameters()))
-            assert {param.offload_to_cpu for param in params} == {policy is not None}
-            assert_trained_alike(train(model), reference("llama"))
+    for policy in (None, CPUOffloadPolicy(pin_memory=False)):
+        model = parallel(strategy("fsdp2", offload_policy=policy))
+        params = [p for m in model.modules() if isinstance(m, FSDPModule) for p in fsdp_params(m)]
+        assert len(params) == len(list(model.parameters()))
+        assert {param.offload_to_cpu for param in params} == {policy is not None}
+        assert_trained_alike(train(model), reference("llama"))
 
 
 @contextmanager
@@ -278,12 +268,11 @@ def traced_only() -> Iterator[None]:
 @on_ranks(2)
 def test_compiled_layers_share_one_graph_and_train_the_same_under_the_same_names() -> None:
     graphs = []
-    with groups_destroyed():
-        for fields in ({}, {"activation_checkpointing": True}):
-            with traced_only():
-                model = parallel(strategy("fsdp2", enable_compile=True, **fields))
-                names = [name for name, _ in model.named_parameters()]
-                assert names == [name for name, _ in build("llama").named_parameters()]
-                assert_trained_alike(train(model, steps=2), reference("llama", steps=2))
-                graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    for fields in ({}, {"activation_checkpointing": True}):
+        with traced_only():
+            model = parallel(strategy("fsdp2", enable_compile=True, **fields))
+            names = [name for name, _ in model.named_parameters()]
+            assert names == [name for name, _ in build("llama").named_parameters()]
+            assert_trained_alike(train(model, steps=2), reference("llama", steps=2))
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs == [1, 1]

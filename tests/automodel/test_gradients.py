@@ -17,7 +17,6 @@ from megatron_fsdp import fully_shard_model
 from megatron_fsdp.automodel import accumulation_context
 from megatron_fsdp.automodel.gradients import clip_grad_norm_, count_label_tokens, scale_per_token_loss
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError
-from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import (
     STRATEGIES,
     gradients_of,
@@ -154,21 +153,20 @@ def accumulate_like_the_whole_batch(name: str, microbatches: int, **fields: Any)
     """Two steps of accumulation, each equal to one process; returns the reductions of each microbatch."""
     rows = 2 * microbatches
     expected = reference("llama", steps=2, rows=rows)
-    with groups_destroyed():
-        model = managed(strategy(name, **fields), build("llama"))
-        optimizer = optimizer_of(model)
-        seen = []
-        for step in range(2):
-            optimizer.zero_grad()
-            loss, reductions = accumulate(model, microbatches, rows, seed=1 + step)
-            seen.append(reductions)
-            assert abs(loss - expected.losses[step]) < 1e-5
-            grads = gradients_of(model)
-            assert_equal_tensors(grads, expected.gradients[step], 1e-4, 1e-5)
-            optimizer.step()
-            found = parameters_of(model)
-            assert_equal_tensors(found, expected.parameters[step], 2e-4, 2e-4)
-        return seen
+    model = managed(strategy(name, **fields), build("llama"))
+    optimizer = optimizer_of(model)
+    seen = []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss, reductions = accumulate(model, microbatches, rows, seed=1 + step)
+        seen.append(reductions)
+        assert abs(loss - expected.losses[step]) < 1e-5
+        grads = gradients_of(model)
+        assert_equal_tensors(grads, expected.gradients[step], 1e-4, 1e-5)
+        optimizer.step()
+        found = parameters_of(model)
+        assert_equal_tensors(found, expected.parameters[step], 2e-4, 2e-4)
+    return seen
 
 
 @pytest.mark.full(short=["2-ddp", "3-megatron_fsdp"])
@@ -185,10 +183,9 @@ def test_microbatches_give_the_gradients_of_the_whole_batch_with_one_reduction(n
 @pytest.mark.parametrize("name", STRATEGIES)
 @on_ranks(2)
 def test_without_deferral_every_microbatch_reduces_and_the_sum_is_the_same(name: str) -> None:
-    with groups_destroyed():
-        model = managed(strategy(name), build("llama"))
-        _, reductions = accumulate(model, 3, 6, 1, defer_grad_sync=False)
-        assert_equal_tensors(gradients_of(model), reference("llama", rows=6, steps=1).gradients[0], 1e-4, 1e-5)
+    model = managed(strategy(name), build("llama"))
+    _, reductions = accumulate(model, 3, 6, 1, defer_grad_sync=False)
+    assert_equal_tensors(gradients_of(model), reference("llama", rows=6, steps=1).gradients[0], 1e-4, 1e-5)
     assert reductions[0] >= reductions[1] > 0  # the engine's first backward also agrees on unused parameters
     assert reductions[1] == reductions[2]
 
@@ -198,24 +195,22 @@ def test_config_says_whether_fsdp2_defers_and_the_argument_overrules_it() -> Non
     units = 5  # four layers and the root
     found = []
     for defers in (True, False):
-        with groups_destroyed():
-            model = managed(strategy("fsdp2", defer_fsdp_grad_sync=defers), build("llama"))
-            found.append(accumulate(model, 2, 4, 1)[1])
-            found.append(accumulate(model, 2, 4, 1, defer_grad_sync=not defers)[1])
+        model = managed(strategy("fsdp2", defer_fsdp_grad_sync=defers), build("llama"))
+        found.append(accumulate(model, 2, 4, 1)[1])
+        found.append(accumulate(model, 2, 4, 1, defer_grad_sync=not defers)[1])
     assert found == [[0, units], [units, units], [units, units], [0, units]]
 
 
 @on_ranks(2)
 def test_exception_inside_leaves_the_model_reducing_again() -> None:
-    with groups_destroyed():
-        for name in STRATEGIES:
-            model = managed(strategy(name), build("llama"))
-            with pytest.raises(KeyError, match=r"inside"), accumulation_context(model, False):
-                raise KeyError("inside")
-            batch = batch_of(2)
-            with OpCounts() as counts:
-                model(input_ids=batch["input_ids"], use_cache=False).logits.sum().backward()
-            assert counts.collectives.reductions > 0, name
+    for name in STRATEGIES:
+        model = managed(strategy(name), build("llama"))
+        with pytest.raises(KeyError, match=r"inside"), accumulation_context(model, False):
+            raise KeyError("inside")
+        batch = batch_of(2)
+        with OpCounts() as counts:
+            model(input_ids=batch["input_ids"], use_cache=False).logits.sum().backward()
+        assert counts.collectives.reductions > 0, name
 
 
 def test_model_that_no_strategy_made_parallel_is_refused() -> None:

@@ -19,7 +19,6 @@ from megatron_fsdp.automodel import (
     create_device_mesh,
 )
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from tests.automodel.process_groups import groups_destroyed
 from tests.support.language_models import batch_of, build
 from tests.support.on_ranks import first_rank_warns, on_ranks, refusal
 
@@ -33,24 +32,23 @@ def mesh_for(config: Any, **sizes: int) -> Any:
 
 @on_ranks(2)
 def test_config_or_mesh_of_another_strategy_is_refused_alike_on_all_ranks() -> None:
-    with groups_destroyed():
-        fsdp2_mesh, megatron_mesh = mesh_for(FSDP2), mesh_for(MEGATRON)
-        right = {FSDP2Config: fsdp2_mesh, MegatronFSDPConfig: megatron_mesh, DDPConfig: None}
-        wrong = {
-            FSDP2Config: [megatron_mesh, fsdp2_mesh["dp_shard"], None],
-            MegatronFSDPConfig: [fsdp2_mesh, megatron_mesh["dp"], None],
-            DDPConfig: [fsdp2_mesh, megatron_mesh, fsdp2_mesh["tp"]],
-        }
-        for kind, manager in MANAGERS.items():
-            own = next(config for config in (FSDP2, MEGATRON, DDP) if type(config) is kind)
-            for config in (FSDP2, MEGATRON, DDP, None, kind):
-                if config is not own:
-                    name = "type" if isinstance(config, type) else type(config).__name__
-                    told = f"config is a {name}; give {manager.__name__} an? {kind.__name__}"
-                    assert re.search(told, refusal(manager, config, right[kind]))
-            for mesh in wrong[kind]:
-                assert "mesh" in refusal(manager, own, mesh)
-            assert manager(own, right[kind]).config is own
+    fsdp2_mesh, megatron_mesh = mesh_for(FSDP2), mesh_for(MEGATRON)
+    right = {FSDP2Config: fsdp2_mesh, MegatronFSDPConfig: megatron_mesh, DDPConfig: None}
+    wrong = {
+        FSDP2Config: [megatron_mesh, fsdp2_mesh["dp_shard"], None],
+        MegatronFSDPConfig: [fsdp2_mesh, megatron_mesh["dp"], None],
+        DDPConfig: [fsdp2_mesh, megatron_mesh, fsdp2_mesh["tp"]],
+    }
+    for kind, manager in MANAGERS.items():
+        own = next(config for config in (FSDP2, MEGATRON, DDP) if type(config) is kind)
+        for config in (FSDP2, MEGATRON, DDP, None, kind):
+            if config is not own:
+                name = "type" if isinstance(config, type) else type(config).__name__
+                told = f"config is a {name}; give {manager.__name__} an? {kind.__name__}"
+                assert re.search(told, refusal(manager, config, right[kind]))
+        for mesh in wrong[kind]:
+            assert "mesh" in refusal(manager, own, mesh)
+        assert manager(own, right[kind]).config is own
 
 
 class NoLayers(nn.Module):
@@ -69,30 +67,28 @@ class OddLayers(nn.Module):
 
 @on_ranks(1)
 def test_model_without_layers_is_refused() -> None:
-    with groups_destroyed():
-        megatron_mesh = mesh_for(MEGATRON)
-        recomputing = DDPConfig(backend="gloo", activation_checkpointing=True)
-        for manager in (
-            FSDP2Manager(FSDP2, mesh_for(FSDP2)),
-            MegatronFSDPManager(MEGATRON, megatron_mesh),
-            DDPManager(recomputing),
-        ):
-            told = refusal(manager.parallelize, NoLayers())
-            assert told.startswith("NoLayers has no list of layers (an nn.ModuleList such as model.layers)")
-        config = MegatronFSDPConfig(backend="gloo", activation_checkpointing=True)
-        told = refusal(MegatronFSDPManager(config, megatron_mesh).parallelize, OddLayers())
-        assert told.startswith("activation_checkpointing=True, but layers.0 (Sequential) has no module called mlp")
+    megatron_mesh = mesh_for(MEGATRON)
+    recomputing = DDPConfig(backend="gloo", activation_checkpointing=True)
+    for manager in (
+        FSDP2Manager(FSDP2, mesh_for(FSDP2)),
+        MegatronFSDPManager(MEGATRON, megatron_mesh),
+        DDPManager(recomputing),
+    ):
+        told = refusal(manager.parallelize, NoLayers())
+        assert told.startswith("NoLayers has no list of layers (an nn.ModuleList such as model.layers)")
+    config = MegatronFSDPConfig(backend="gloo", activation_checkpointing=True)
+    told = refusal(MegatronFSDPManager(config, megatron_mesh).parallelize, OddLayers())
+    assert told.startswith("activation_checkpointing=True, but layers.0 (Sequential) has no module called mlp")
 
 
 @on_ranks(1)
 def test_model_that_is_parallel_already_is_refused() -> None:
-    with groups_destroyed():
-        fsdp2, ddp = FSDP2Manager(FSDP2, mesh_for(FSDP2)), DDPManager(DDP)
-        megatron = MegatronFSDPManager(MEGATRON, mesh_for(MEGATRON))
-        for first, second in ((fsdp2, fsdp2), (megatron, megatron), (megatron, fsdp2), (ddp, ddp), (fsdp2, megatron)):
-            made = first.parallelize(build("llama"))
-            model = made[0] if isinstance(made, tuple) else made
-            assert "parallel already" in refusal(second.parallelize, model)
+    fsdp2, ddp = FSDP2Manager(FSDP2, mesh_for(FSDP2)), DDPManager(DDP)
+    megatron = MegatronFSDPManager(MEGATRON, mesh_for(MEGATRON))
+    for first, second in ((fsdp2, fsdp2), (megatron, megatron), (megatron, fsdp2), (ddp, ddp), (fsdp2, megatron)):
+        made = first.parallelize(build("llama"))
+        model = made[0] if isinstance(made, tuple) else made
+        assert "parallel already" in refusal(second.parallelize, model)
 
 
 @on_ranks(2)
@@ -102,29 +98,27 @@ def test_deterministic_sums_are_passed_on_or_refused() -> None:
     def parallel(**sizes: int) -> MegatronFSDP:
         return MegatronFSDPManager(config, mesh_for(config, **sizes)).parallelize(build("llama"))[0]
 
-    with groups_destroyed():
-        assert "context parallelism cuts the sums over a sequence" in refusal(parallel, cp_size=2)
-        assert "tensor parallelism cuts the sums inside of matrix products" in refusal(parallel, tp_size=2)
-        model = parallel()
-        assert "no_sync cannot be used with deterministic" in refusal(model.no_sync().__enter__)
+    assert "context parallelism cuts the sums over a sequence" in refusal(parallel, cp_size=2)
+    assert "tensor parallelism cuts the sums inside of matrix products" in refusal(parallel, tp_size=2)
+    model = parallel()
+    assert "no_sync cannot be used with deterministic" in refusal(model.no_sync().__enter__)
 
 
 @on_ranks(1)
 def test_options_of_tensor_parallelism_without_it_warn_at_the_caller() -> None:
-    with groups_destroyed():
-        for config, message in (
-            (FSDP2Config(backend="gloo", sequence_parallel=True), "sequence_parallel of FSDP2Config: no effect"),
-            (FSDP2Config(backend="gloo", tp_plan={"*": "colwise"}), "tp_plan of FSDP2Config: no effect with tp_size=1"),
-            (
-                FSDP2Config(backend="gloo", sequence_parallel=True, enable_async_tensor_parallel=True),
-                "sequence_parallel and enable_async_tensor_parallel of FSDP2Config: no effect",
-            ),
-            (MegatronFSDPConfig(backend="gloo", sequence_parallel=True), "sequence_parallel of MegatronFSDPConfig: no"),
-        ):
-            manager = MANAGERS[type(config)](config, mesh_for(config))
-            with first_rank_warns(message) as caught:
-                manager.parallelize(build("llama"))
-            assert {each.filename for each in caught} <= {__file__}
+    for config, message in (
+        (FSDP2Config(backend="gloo", sequence_parallel=True), "sequence_parallel of FSDP2Config: no effect"),
+        (FSDP2Config(backend="gloo", tp_plan={"*": "colwise"}), "tp_plan of FSDP2Config: no effect with tp_size=1"),
+        (
+            FSDP2Config(backend="gloo", sequence_parallel=True, enable_async_tensor_parallel=True),
+            "sequence_parallel and enable_async_tensor_parallel of FSDP2Config: no effect",
+        ),
+        (MegatronFSDPConfig(backend="gloo", sequence_parallel=True), "sequence_parallel of MegatronFSDPConfig: no"),
+    ):
+        manager = MANAGERS[type(config)](config, mesh_for(config))
+        with first_rank_warns(message) as caught:
+            manager.parallelize(build("llama"))
+        assert {each.filename for each in caught} <= {__file__}
 
 
 def test_prefetching_with_both_depths_zero_warns() -> None:
@@ -148,18 +142,16 @@ def calls_in_a_step(model: nn.Module, part: Any) -> int:
 
 @on_ranks(2)
 def test_replicas_recompute_when_asked() -> None:
-    with groups_destroyed():
-        for flag in (False, True):
-            model = DDPManager(DDPConfig(backend="gloo", activation_checkpointing=flag)).parallelize(build("gpt2"))
-            layer: Any = next(part for part in model.modules() if isinstance(part, nn.ModuleList))[0]
-            assert calls_in_a_step(model, next(layer.children())) == 1 + flag
+    for flag in (False, True):
+        model = DDPManager(DDPConfig(backend="gloo", activation_checkpointing=flag)).parallelize(build("gpt2"))
+        layer: Any = next(part for part in model.modules() if isinstance(part, nn.ModuleList))[0]
+        assert calls_in_a_step(model, next(layer.children())) == 1 + flag
 
 
 @on_ranks(2)
 def test_replicas_start_with_the_first_ranks_weights() -> None:
-    with groups_destroyed():
-        mesh = dist.init_device_mesh("cpu", (2,))
-        model = DDPManager(DDPConfig(backend="gloo"), mesh).parallelize(build("llama", seed=dist.get_rank()))
-        expected = dict(build("llama", seed=0).named_parameters())
-        for name, param in model.module.named_parameters():
-            assert torch.equal(param, expected[name])
+    mesh = dist.init_device_mesh("cpu", (2,))
+    model = DDPManager(DDPConfig(backend="gloo"), mesh).parallelize(build("llama", seed=dist.get_rank()))
+    expected = dict(build("llama", seed=0).named_parameters())
+    for name, param in model.module.named_parameters():
+        assert torch.equal(param, expected[name])

@@ -14,7 +14,6 @@ from megatron_fsdp.automodel import MegatronFSDPManager, create_device_mesh
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NonFiniteGradientError
-from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import (
     assert_trained_alike,
     gradients_of,
@@ -62,12 +61,11 @@ def backward(model: Any, *, sums: bool = False) -> None:
 @on_ranks(2)
 def test_each_sharding_strategy_trains_as_one_process() -> None:
     local: list[int] = []
-    with groups_destroyed():
-        for number in range(4):
-            model = parallel(zero_dp_strategy=number)
-            assert engine_of(model).options.strategy is ShardingStrategy(number)
-            local.append(sum(param.to_local().numel() for param in model.parameters()))
-            assert_trained_alike(train(model, steps=2), reference("llama", steps=2))
+    for number in range(4):
+        model = parallel(zero_dp_strategy=number)
+        assert engine_of(model).options.strategy is ShardingStrategy(number)
+        local.append(sum(param.to_local().numel() for param in model.parameters()))
+        assert_trained_alike(train(model, steps=2), reference("llama", steps=2))
     total = sum(param.numel() for param in build("llama").parameters())
     assert local[0] == total
     assert all(abs(held - total / 2) < total / 10 for held in local[1:])
@@ -85,58 +83,55 @@ SWITCHES: list[tuple[dict[str, Any], str, Any]] = [
 
 @on_ranks(2)
 def test_switches_reach_the_engine_and_leave_gradients_right() -> None:
-    with groups_destroyed():
-        expected = reference("llama", steps=1)
-        plain = engine_of(parallel(zero_dp_strategy=1)).options
-        for fields, name, value in SWITCHES:
-            model = parallel(**fields)
-            assert getattr(engine_of(model).options, name) is value
-            assert getattr(plain, name) is not value
-            backward(model, sums=name == "calculate_per_token_loss")
-            assert_equal_tensors(gradients_of(model), expected.gradients[0], 1e-4, 1e-5)
-        double, single = parallel(fsdp_double_buffer=True), parallel()
-        assert engine_of(double).options.memory.allocator is WeightAllocator.DOUBLE_BUFFER
-        assert engine_of(single).options.memory.allocator is WeightAllocator.SLOTS
-        assert (parallel(disable_bucketing=True).bucket_size, single.bucket_size is None) == (None, False)
+    expected = reference("llama", steps=1)
+    plain = engine_of(parallel(zero_dp_strategy=1)).options
+    for fields, name, value in SWITCHES:
+        model = parallel(**fields)
+        assert getattr(engine_of(model).options, name) is value
+        assert getattr(plain, name) is not value
+        backward(model, sums=name == "calculate_per_token_loss")
+        assert_equal_tensors(gradients_of(model), expected.gradients[0], 1e-4, 1e-5)
+    double, single = parallel(fsdp_double_buffer=True), parallel()
+    assert engine_of(double).options.memory.allocator is WeightAllocator.DOUBLE_BUFFER
+    assert engine_of(single).options.memory.allocator is WeightAllocator.SLOTS
+    assert (parallel(disable_bucketing=True).bucket_size, single.bucket_size is None) == (None, False)
 
 
 @on_ranks(2)
 def test_units_are_those_asked_for_by_path_and_unknown_ones_are_refused() -> None:
-    with groups_destroyed():
-        assert units_of(parallel()) == {"LlamaDecoderLayer", "Embedding", "Linear"}
-        path = "transformers.models.llama.modeling_llama"
-        for units, expected in (
-            ([f"{path}.LlamaMLP"], {"LlamaMLP"}),
-            ([LlamaMLP], {"LlamaMLP"}),
-            ([f"{path}.LlamaDecoderLayer", "torch.nn.Embedding"], {"LlamaDecoderLayer", "Embedding"}),
-        ):
-            assert units_of(parallel(megatron_fsdp_unit_modules=units)) == expected
-        for units, words in (
-            (["no.such.module.Layer"], "no.such.module.Layer"),
-            (["transformers.models.mistral.modeling_mistral.MistralDecoderLayer"], "MistralDecoderLayer"),
-        ):
-            with pytest.raises(ConfigurationError, match=words):
-                parallel(megatron_fsdp_unit_modules=units)
+    assert units_of(parallel()) == {"LlamaDecoderLayer", "Embedding", "Linear"}
+    path = "transformers.models.llama.modeling_llama"
+    for units, expected in (
+        ([f"{path}.LlamaMLP"], {"LlamaMLP"}),
+        ([LlamaMLP], {"LlamaMLP"}),
+        ([f"{path}.LlamaDecoderLayer", "torch.nn.Embedding"], {"LlamaDecoderLayer", "Embedding"}),
+    ):
+        assert units_of(parallel(megatron_fsdp_unit_modules=units)) == expected
+    for units, words in (
+        (["no.such.module.Layer"], "no.such.module.Layer"),
+        (["transformers.models.mistral.modeling_mistral.MistralDecoderLayer"], "MistralDecoderLayer"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            parallel(megatron_fsdp_unit_modules=units)
 
 
 @on_ranks(2)
 def test_float32_flags_change_main_weights_and_reduction_of_a_bfloat16_model() -> None:
     found = []
-    with groups_destroyed():
-        for fields in (
-            {},
-            {"preserve_fp32_weights": True},
-            {"grad_reduce_in_fp32": True},
-            {"preserve_fp32_weights": True, "grad_reduce_in_fp32": True},
-        ):
-            model = parallel(build("llama").to(BF16), **fields)
-            backward(model)
-            param = next(model.parameters())
-            assert param.grad is not None
-            precision = next(iter(model.parameter_groups())).plan.precision
-            logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
-            logits.float().sum().backward()
-            found.append((param.dtype, precision.main_grads, precision.grad_comm, logits.dtype))
+    for fields in (
+        {},
+        {"preserve_fp32_weights": True},
+        {"grad_reduce_in_fp32": True},
+        {"preserve_fp32_weights": True, "grad_reduce_in_fp32": True},
+    ):
+        model = parallel(build("llama").to(BF16), **fields)
+        backward(model)
+        param = next(model.parameters())
+        assert param.grad is not None
+        precision = next(iter(model.parameter_groups())).plan.precision
+        logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
+        logits.float().sum().backward()
+        found.append((param.dtype, precision.main_grads, precision.grad_comm, logits.dtype))
     assert found == [
         (BF16, BF16, BF16, BF16),
         (FP32, BF16, BF16, BF16),
@@ -152,17 +147,16 @@ def spoil(_module: nn.Module, _args: Any, output: Tensor) -> None:
 @on_ranks(2)
 def test_gradient_that_is_not_a_number_is_reported_with_names_on_every_rank() -> None:
     messages = []
-    with groups_destroyed():
-        for flag in (True, False):
-            model = parallel(check_for_nan_in_grad=flag)
-            embedding: Any = model.module.get_submodule("model.embed_tokens")
-            if dist.get_rank() == 1:
-                embedding.register_forward_hook(spoil)
-            try:
-                backward(model)
-                messages.append("")
-            except NonFiniteGradientError as error:
-                messages.append(str(error))
+    for flag in (True, False):
+        model = parallel(check_for_nan_in_grad=flag)
+        embedding: Any = model.module.get_submodule("model.embed_tokens")
+        if dist.get_rank() == 1:
+            embedding.register_forward_hook(spoil)
+        try:
+            backward(model)
+            messages.append("")
+        except NonFiniteGradientError as error:
+            messages.append(str(error))
     first = same_on_ranks(messages)
     assert "model.embed_tokens.weight (model.embed_tokens) on rank [1]" in first[0]
     assert "layers" not in first[0]
@@ -172,74 +166,69 @@ def test_gradient_that_is_not_a_number_is_reported_with_names_on_every_rank() ->
 @on_ranks(2)
 def test_model_on_the_meta_device_gets_the_values_of_a_real_one_under_the_same_seed() -> None:
     config, make = config_of("llama_tied"), transformers.AutoModelForCausalLM.from_config
-    with groups_destroyed():
-        torch.manual_seed(5)
-        expected = dict(make(config, dtype=FP32).named_parameters())
-        with torch.device("meta"):
-            reference, refused = make(config, dtype=FP32), make(config, dtype=FP32)
-        torch.manual_seed(5)
-        model = parallel(reference, init_fsdp_with_meta_device=True)
-        assert_equal_tensors(parameters_of(model), expected)
-        logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
-        assert bool(logits.isfinite().all())
-        with pytest.raises(MegatronFSDPError, match=r"meta"):
-            parallel(refused)
+    torch.manual_seed(5)
+    expected = dict(make(config, dtype=FP32).named_parameters())
+    with torch.device("meta"):
+        reference, refused = make(config, dtype=FP32), make(config, dtype=FP32)
+    torch.manual_seed(5)
+    model = parallel(reference, init_fsdp_with_meta_device=True)
+    assert_equal_tensors(parameters_of(model), expected)
+    logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
+    assert bool(logits.isfinite().all())
+    with pytest.raises(MegatronFSDPError, match=r"meta"):
+        parallel(refused)
 
 
 @on_ranks(2)
 def test_flags_without_effect_are_warned_of_by_name() -> None:
-    with groups_destroyed():
-        with first_rank_warns("keep_fp8_transpose_cache=True has no effect"):
-            parallel(keep_fp8_transpose_cache=True)
-        model = parallel(keep_fp8_transpose_cache=True, weight_format={"lm_head.*": None, "*": "fp8_compute"})
-        assert "gather fp8_compute" in str(model.describe())
-        with first_rank_warns("nccl_ub: .* only NCCL registers memory"):
-            parallel(nccl_ub=True)
-        with first_rank_warns(r"fsdp_double_buffer=True has no effect under optim, where every rank"):
-            parallel(fsdp_double_buffer=True, zero_dp_strategy=1)
+    with first_rank_warns("keep_fp8_transpose_cache=True has no effect"):
+        parallel(keep_fp8_transpose_cache=True)
+    model = parallel(keep_fp8_transpose_cache=True, weight_format={"lm_head.*": None, "*": "fp8_compute"})
+    assert "gather fp8_compute" in str(model.describe())
+    with first_rank_warns("nccl_ub: .* only NCCL registers memory"):
+        parallel(nccl_ub=True)
+    with first_rank_warns(r"fsdp_double_buffer=True has no effect under optim, where every rank"):
+        parallel(fsdp_double_buffer=True, zero_dp_strategy=1)
 
 
 @on_ranks(2)
 def test_activation_checkpointing_recomputes_mlps_or_whole_layers() -> None:
-    with groups_destroyed():
-        for kind, flag in (("llama", False), ("qwen2_moe", True), ("llama", "full"), ("llama", "selective")):
-            model: Any = parallel(build(kind), activation_checkpointing=flag)
-            calls: list[str] = []
-            layer = model.module.model.layers[1]
-            layer.mlp.register_forward_pre_hook(lambda *_: calls.append("around"))  # noqa: B023
-            part = layer.mlp.gate_proj if kind == "llama" else layer.mlp.gate
-            part.register_forward_pre_hook(lambda *_: calls.append("mlp"))  # noqa: B023
-            layer.self_attn.register_forward_pre_hook(lambda *_: calls.append("attention"))  # noqa: B023
-            backward(model)
-            again = {False: [], True: ["mlp"]}.get(flag, ["attention", "around", "mlp"])
-            assert calls == ["attention", "around", "mlp", *again]
-            assert_equal_tensors(gradients_of(model), reference(kind, steps=1).gradients[0], 1e-4, 1e-6)
+    for kind, flag in (("llama", False), ("qwen2_moe", True), ("llama", "full"), ("llama", "selective")):
+        model: Any = parallel(build(kind), activation_checkpointing=flag)
+        calls: list[str] = []
+        layer = model.module.model.layers[1]
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append("around"))  # noqa: B023
+        part = layer.mlp.gate_proj if kind == "llama" else layer.mlp.gate
+        part.register_forward_pre_hook(lambda *_: calls.append("mlp"))  # noqa: B023
+        layer.self_attn.register_forward_pre_hook(lambda *_: calls.append("attention"))  # noqa: B023
+        backward(model)
+        again = {False: [], True: ["mlp"]}.get(flag, ["attention", "around", "mlp"])
+        assert calls == ["attention", "around", "mlp", *again]
+        assert_equal_tensors(gradients_of(model), reference(kind, steps=1).gradients[0], 1e-4, 1e-6)
 
 
 @pytest.mark.full
 @on_ranks(2)
 def test_optimizer_that_is_passed_along_is_sharded_with_the_model() -> None:
-    with groups_destroyed():
-        model = build("llama")
-        given = optimizer_of(model)
-        sharded, optimizer = manager_of().parallelize(model, given)
-        assert optimizer is given
-        assert_trained_alike(train(sharded, steps=3, optimizer=optimizer), reference("llama"))
-        other = torch.optim.AdamW(build("llama").parameters())
-        with pytest.raises(ConfigurationError, match=r"optimizer"):
-            manager_of().parallelize(build("llama"), other)
+    model = build("llama")
+    given = optimizer_of(model)
+    sharded, optimizer = manager_of().parallelize(model, given)
+    assert optimizer is given
+    assert_trained_alike(train(sharded, steps=3, optimizer=optimizer), reference("llama"))
+    other = torch.optim.AdamW(build("llama").parameters())
+    with pytest.raises(ConfigurationError, match=r"optimizer"):
+        manager_of().parallelize(build("llama"), other)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @on_ranks()
 def test_one_rank_has_the_dtypes_of_many() -> None:
-    with groups_destroyed():
-        model = parallel(build("llama").to(BF16))
-        assert isinstance(model, MegatronFSDP)
-        logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
-        logits.float().sum().backward()
-        param = next(model.parameters())
-        assert param.grad is not None
-        assert_trained_alike(train(parallel(), steps=1), reference("llama", steps=1))
-        assert (param.dtype, param.grad.dtype, logits.dtype) == (BF16, BF16, BF16)
+    model = parallel(build("llama").to(BF16))
+    assert isinstance(model, MegatronFSDP)
+    logits = model(input_ids=batch_of(2)["input_ids"], use_cache=False).logits
+    logits.float().sum().backward()
+    param = next(model.parameters())
+    assert param.grad is not None
+    assert_trained_alike(train(parallel(), steps=1), reference("llama", steps=1))
+    assert (param.dtype, param.grad.dtype, logits.dtype) == (BF16, BF16, BF16)

@@ -35,7 +35,6 @@ from megatron_fsdp.automodel.meshes import (
     set_up_ranks,
 )
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.test_gradients import accumulate_like_the_whole_batch
 from tests.automodel.training import assert_trained_alike, managed, reference, saved, strategy, train
 from tests.conftest import RunRanks
@@ -68,11 +67,7 @@ def described(context: MeshContext) -> dict[str, Any]:
 
 
 def describe_meshes(config: Any, cases: list[dict[str, int]]) -> list[dict[str, Any]]:
-    found = []
-    for sizes in cases:
-        with groups_destroyed():
-            found.append(described(build_mesh_context(config, **sizes)))
-    return found
+    return [described(build_mesh_context(config, **sizes)) for sizes in cases]
 
 
 def test_fsdp2_mesh_of_four_ranks_has_five_axes_and_three_across_several(run_ranks: RunRanks) -> None:
@@ -163,12 +158,11 @@ def test_context_parallel_ranks_are_among_those_that_gradients_are_averaged_over
     found: list[Any] = []
     for config in (MEGATRON, FSDP2):
         for sizes in ({}, {"cp_size": 2}):
-            with groups_destroyed():
-                context = build_mesh_context(config, **sizes)
-                mesh = context.device_mesh
-                assert mesh is not None
-                axis = get_megatron_dp_axis(mesh) if config is MEGATRON else None
-                found.append((axis, ranks_of(context.gradient_axis())))
+            context = build_mesh_context(config, **sizes)
+            mesh = context.device_mesh
+            assert mesh is not None
+            axis = get_megatron_dp_axis(mesh) if config is MEGATRON else None
+            found.append((axis, ranks_of(context.gradient_axis())))
     assert found == [("dp", [0, 1]), ("dp_cp", [0, 1]), (None, [0, 1]), (None, [0, 1])]
 
 
@@ -201,24 +195,23 @@ def test_sizes_that_leave_ranks_out_or_do_not_fit_are_refused_alike_on_all_ranks
 
 @on_ranks(2)
 def test_axes_are_looked_up_by_name() -> None:
-    with groups_destroyed():
-        mesh, experts = create_device_mesh(FSDP2, world_size=2)
-        assert mesh is not None
-        assert experts is None
-        assert get_flat_mesh(mesh["dp_shard"], "dp_shard").size() == 2
-        assert get_flat_mesh(mesh["tp"], "dp_cp").size() == 2  # from the root of a part
-        assert get_submesh(mesh, ("dp_shard", "tp")).mesh_dim_names == ("dp_shard", "tp")
-        with pytest.raises(ConfigurationError, match=r"^the mesh has no axis 'ep'; it has pp, .*, tp, dp, dp_shard_cp"):
-            get_flat_mesh(mesh, "ep")
-        with pytest.raises(ConfigurationError, match=r"no axis 'ep'"):
-            get_submesh(mesh, ("dp_shard", "ep"))
-        assert create_device_mesh(DDP) == (None, None)
-        context = build_mesh_context(DDP)
-        assert context.device_mesh is None
-        with pytest.raises(ConfigurationError, match=r"there is no mesh, so no axis 'dp'"):
-            context.axis("dp")
-        with pytest.raises(ConfigurationError, match=r"there is no mesh"):
-            context.gradient_axis()
+    mesh, experts = create_device_mesh(FSDP2, world_size=2)
+    assert mesh is not None
+    assert experts is None
+    assert get_flat_mesh(mesh["dp_shard"], "dp_shard").size() == 2
+    assert get_flat_mesh(mesh["tp"], "dp_cp").size() == 2  # from the root of a part
+    assert get_submesh(mesh, ("dp_shard", "tp")).mesh_dim_names == ("dp_shard", "tp")
+    with pytest.raises(ConfigurationError, match=r"^the mesh has no axis 'ep'; it has pp, .*, tp, dp, dp_shard_cp"):
+        get_flat_mesh(mesh, "ep")
+    with pytest.raises(ConfigurationError, match=r"no axis 'ep'"):
+        get_submesh(mesh, ("dp_shard", "ep"))
+    assert create_device_mesh(DDP) == (None, None)
+    context = build_mesh_context(DDP)
+    assert context.device_mesh is None
+    with pytest.raises(ConfigurationError, match=r"there is no mesh, so no axis 'dp'"):
+        context.axis("dp")
+    with pytest.raises(ConfigurationError, match=r"there is no mesh"):
+        context.gradient_axis()
 
 
 def over_copies_and_context() -> DeviceMesh:
@@ -241,16 +234,15 @@ SHARDED_OVER: list[tuple[dict[str, int] | None, tuple[str, ...], list[Any]]] = [
 def test_fsdp2_trains_over_each_of_the_meshes_as_one_process_does() -> None:
     truth = reference("llama", steps=1)
     for sizes, names, ranks in SHARDED_OVER:
-        with groups_destroyed():
-            mesh = over_copies_and_context() if sizes is None else create_device_mesh(FSDP2, **sizes)[0]
-            assert mesh is not None
-            shards = get_fsdp_dp_mesh(mesh)
-            assert (shards.mesh_dim_names, shards.mesh.tolist()) == (names, ranks)
-            if shards.ndim == 1:
-                continue  # trained on by every other test
-            model = build("llama")
-            shard_by_layers(model, shards, mp_policy=MixedPrecisionPolicy(), offload_policy=None)
-            assert_trained_alike(train(model, steps=1), truth)
+        mesh = over_copies_and_context() if sizes is None else create_device_mesh(FSDP2, **sizes)[0]
+        assert mesh is not None
+        shards = get_fsdp_dp_mesh(mesh)
+        assert (shards.mesh_dim_names, shards.mesh.tolist()) == (names, ranks)
+        if shards.ndim == 1:
+            continue  # trained on by every other test
+        model = build("llama")
+        shard_by_layers(model, shards, mp_policy=MixedPrecisionPolicy(), offload_policy=None)
+        assert_trained_alike(train(model, steps=1), truth)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
@@ -260,8 +252,7 @@ def test_the_back_end_of_a_group_says_where_ranks_compute() -> None:
         warnings.simplefilter("error")
         assert set_up_ranks("nccl") == torch.device("cpu")
         for config in (FSDP2Config(), MegatronFSDPConfig()):
-            with groups_destroyed():
-                mesh, _ = create_device_mesh(config)
+            mesh, _ = create_device_mesh(config)
             assert mesh is not None
             assert mesh.device_type == "cpu"
         assert DDPManager(DDPConfig()).device == torch.device("cpu")
@@ -326,67 +317,62 @@ def test_what_is_said_twice_is_refused() -> None:
 @on_ranks(2)
 def test_setups_and_meshes_stand_in_place_of_sizes(tmp_path: Path) -> None:
     folder, config = saved("llama", tmp_path), strategy("megatron_fsdp")
-    with groups_destroyed():
-        mesh, _ = create_device_mesh(config, tp_size=2)
-        bare = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
-        ways: list[dict[str, Any]] = [
-            {"distributed_setup": DistributedSetup.build(config, tp_size=2)},
-            {"distributed_config": config, "device_mesh": mesh},
-            {"distributed_config": config, "device_mesh": bare},
-        ]
-        for way in ways:
-            model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, **way)
-            assert model.mesh_context.sizes == ParallelSizes(tp=2)
-            assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
-        assert model.mesh_context.device_mesh is bare
-        setup = ways[0]["distributed_setup"]
-        for other in ({"tp_size": 1}, {"distributed_config": config}, {"pipeline_config": PipelineConfig()}):
-            with pytest.raises(ConfigurationError, match="distributed_setup replaces"):
-                AutoModelForCausalLM.from_pretrained(str(folder), distributed_setup=setup, **other)
-        with pytest.raises(ConfigurationError, match="replace sizes, and tp_size is given"):
-            AutoModelForCausalLM.from_pretrained(str(folder), distributed_config=config, device_mesh=mesh, tp_size=2)
-        with pytest.raises(ConfigurationError, match="moe_mesh alone is given"):
-            AutoModelForCausalLM.from_pretrained(str(folder), distributed_config=config, moe_mesh=mesh)
-        for other, problem in ((strategy("fsdp2"), "FSDP2Config takes"), (strategy("ddp"), "DDPConfig takes none")):
-            with pytest.raises(ConfigurationError, match=problem):
-                AutoModelForCausalLM.from_pretrained(str(folder), distributed_config=other, device_mesh=mesh)
+    mesh, _ = create_device_mesh(config, tp_size=2)
+    bare = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+    ways: list[dict[str, Any]] = [
+        {"distributed_setup": DistributedSetup.build(config, tp_size=2)},
+        {"distributed_config": config, "device_mesh": mesh},
+        {"distributed_config": config, "device_mesh": bare},
+    ]
+    for way in ways:
+        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, **way)
+        assert model.mesh_context.sizes == ParallelSizes(tp=2)
+        assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
+    assert model.mesh_context.device_mesh is bare
+    setup = ways[0]["distributed_setup"]
+    for other in ({"tp_size": 1}, {"distributed_config": config}, {"pipeline_config": PipelineConfig()}):
+        with pytest.raises(ConfigurationError, match="distributed_setup replaces"):
+            AutoModelForCausalLM.from_pretrained(str(folder), distributed_setup=setup, **other)
+    with pytest.raises(ConfigurationError, match="replace sizes, and tp_size is given"):
+        AutoModelForCausalLM.from_pretrained(str(folder), distributed_config=config, device_mesh=mesh, tp_size=2)
+    with pytest.raises(ConfigurationError, match="moe_mesh alone is given"):
+        AutoModelForCausalLM.from_pretrained(str(folder), distributed_config=config, moe_mesh=mesh)
+    for other, problem in ((strategy("fsdp2"), "FSDP2Config takes"), (strategy("ddp"), "DDPConfig takes none")):
+        with pytest.raises(ConfigurationError, match=problem):
+            AutoModelForCausalLM.from_pretrained(str(folder), distributed_config=other, device_mesh=mesh)
 
 
 @on_ranks(4)
 def test_contexts_describe_meshes_that_exist() -> None:
     config = strategy("fsdp2")
-    with groups_destroyed():
-        built = MeshContext.build(config, ParallelismSizes(dp_replicate_size=2, ep_size=2))
-        mesh, experts = built.device_mesh, built.moe_mesh
-        assert mesh is not None
-        assert MeshContext.from_meshes(config, mesh, experts) == built
-        bare = init_device_mesh("cpu", (1, 2, 2, 1, 1), mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"))
-        context = MeshContext.from_meshes(config, bare)
-        assert context.sizes == ParallelSizes(dp_replicate=2, dp_shard=2)
-        assert context.axis("dp").size() == 4
-        small = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "cp", "tp"))
-        assert MeshContext.from_meshes(strategy("megatron_fsdp"), small).gradient_axis().size() == 4
-        with pytest.raises(ParallelSizeError, match="must be less than dp_size"):
-            MeshContext.from_meshes(
-                config, init_device_mesh("cpu", (1, 4, 1, 1, 1), mesh_dim_names=bare.mesh_dim_names)
-            )
+    built = MeshContext.build(config, ParallelismSizes(dp_replicate_size=2, ep_size=2))
+    mesh, experts = built.device_mesh, built.moe_mesh
+    assert mesh is not None
+    assert MeshContext.from_meshes(config, mesh, experts) == built
+    bare = init_device_mesh("cpu", (1, 2, 2, 1, 1), mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+    context = MeshContext.from_meshes(config, bare)
+    assert context.sizes == ParallelSizes(dp_replicate=2, dp_shard=2)
+    assert context.axis("dp").size() == 4
+    small = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "cp", "tp"))
+    assert MeshContext.from_meshes(strategy("megatron_fsdp"), small).gradient_axis().size() == 4
+    with pytest.raises(ParallelSizeError, match="must be less than dp_size"):
+        MeshContext.from_meshes(config, init_device_mesh("cpu", (1, 4, 1, 1, 1), mesh_dim_names=bare.mesh_dim_names))
 
 
 @on_ranks(2)
 def test_flags_of_ddp_have_their_effect_and_train_as_one_process() -> None:
-    with groups_destroyed():
-        for fields in (
-            {"find_unused_parameters": True},
-            {"static_graph": True},
-            {"bucket_cap_mb": 0.5, "broadcast_buffers": True, "gradient_as_bucket_view": True},
-            {"activation_checkpointing": "selective"},
-        ):
-            model = managed(strategy("ddp", **fields), build("llama"))
-            for name in ("find_unused_parameters", "broadcast_buffers", "gradient_as_bucket_view"):
-                assert getattr(model, name) == fields.get(name, False)
-            assert model.static_graph == ("static_graph" in fields)
-            assert model.bucket_bytes_cap == fields.get("bucket_cap_mb", 25) * 2**20
-            assert_trained_alike(train(model), reference("llama"))
+    for fields in (
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"bucket_cap_mb": 0.5, "broadcast_buffers": True, "gradient_as_bucket_view": True},
+        {"activation_checkpointing": "selective"},
+    ):
+        model = managed(strategy("ddp", **fields), build("llama"))
+        for name in ("find_unused_parameters", "broadcast_buffers", "gradient_as_bucket_view"):
+            assert getattr(model, name) == fields.get(name, False)
+        assert model.static_graph == ("static_graph" in fields)
+        assert model.bucket_bytes_cap == fields.get("bucket_cap_mb", 25) * 2**20
+        assert_trained_alike(train(model), reference("llama"))
 
 
 @on_ranks(2)

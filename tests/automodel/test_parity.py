@@ -9,7 +9,6 @@ import pytest
 import transformers
 
 from megatron_fsdp.automodel import AutoModelForCausalLM, PipelineConfig
-from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import assert_trained_alike, managed, parameters_of, reference, strategy, train
 from tests.support.language_models import DIVISIBLE, build
 from tests.support.on_ranks import assert_equal_tensors, on_ranks, once
@@ -51,16 +50,15 @@ class Case:
 
 def check(cases: list[Case]) -> None:
     for case in cases:
-        with groups_destroyed():
-            model = build(case.kind, **case.changes)
-            if case.edit is not None:
-                model = case.edit(model) or model
-            sharded = managed(strategy(case.name, **case.fields), model, case.pipeline, **case.sizes)
-            try:
-                run = train(sharded, steps=case.steps, rows=case.rows, loss_inside=case.loss_inside)
-                assert_trained_alike(run, case.expected())
-            except AssertionError as error:
-                raise AssertionError(f"{case}: {error}") from None
+        model = build(case.kind, **case.changes)
+        if case.edit is not None:
+            model = case.edit(model) or model
+        sharded = managed(strategy(case.name, **case.fields), model, case.pipeline, **case.sizes)
+        try:
+            run = train(sharded, steps=case.steps, rows=case.rows, loss_inside=case.loss_inside)
+            assert_trained_alike(run, case.expected())
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from None
 
 
 ENGINE = "megatron_fsdp"
@@ -293,10 +291,9 @@ def test_files_are_read_into_any_mesh_and_written_whole(tmp_path: Path, case: Ca
     source, target = tmp_path / "in", tmp_path / "out"
     once(lambda: build(case.kind, **case.changes).save_pretrained(source))
     options = {"pipeline_config": case.pipeline, "dtype": "float32", **case.sizes}
-    with groups_destroyed():
-        config = strategy(case.name, **case.fields)
-        model = AutoModelForCausalLM.from_pretrained(str(source), distributed_config=config, **options)
-        assert_trained_alike(train(model, steps=1), case.expected())
-        model.save_pretrained(target, max_shard_size="20KB")
-        again = transformers.AutoModelForCausalLM.from_pretrained(target, dtype="float32")
-        assert_equal_tensors(dict(again.named_parameters()), parameters_of(model))
+    config = strategy(case.name, **case.fields)
+    model = AutoModelForCausalLM.from_pretrained(str(source), distributed_config=config, **options)
+    assert_trained_alike(train(model, steps=1), case.expected())
+    model.save_pretrained(target, max_shard_size="20KB")
+    again = transformers.AutoModelForCausalLM.from_pretrained(target, dtype="float32")
+    assert_equal_tensors(dict(again.named_parameters()), parameters_of(model))

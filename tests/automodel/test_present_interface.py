@@ -46,7 +46,6 @@ from megatron_fsdp.automodel import (
 )
 from megatron_fsdp.automodel.managers import MegatronFSDPManager
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
-from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.test_auto_model_files import image_batch, small_llava
 from tests.automodel.training import assert_trained_alike, gradients_of, managed, reference, saved, strategy, train
 from tests.support.language_models import batch_of, build
@@ -158,38 +157,35 @@ def test_a_context_without_meshes() -> None:
 
 @on_ranks(4)
 def test_a_context_of_meshes_has_their_sizes_and_axes() -> None:
-    with groups_destroyed():
-        built = MeshContext.build(
-            strategy("fsdp2"), ParallelismSizes(dp_replicate_size=2, ep_size=2), timeout_minutes=7
-        )
-        mesh, experts = built.device_mesh, built.moe_mesh
-        context = MeshContext.from_meshes(mesh, moe_mesh=experts)
-        assert sizes_of(context) == sizes_of(built) == (1, 1, 1, 2, 4, 2, 2)
-        assert context.sizes == built.sizes
-        assert built.strategy_config is not None
-        expected = {
-            "dp_axis_names": ("dp_replicate", "dp_shard_cp"),
-            "cp_axis_name": "cp",
-            "tp_axis_name": "tp",
-            "ep_axis_name": "ep",
-            "ep_shard_axis_names": ("ep_shard",),
-        }
-        assert context.parallelize_axis_kwargs() == expected
-        assert context.pipeline_axis_kwargs() == {**expected, "pp_axis_name": "pp"}
-        for group in (mesh.get_group("dp_shard"), mesh._flatten_mapping["dp_cp"].get_group(), experts.get_group("ep")):
-            assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 7 * 60
-        other = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
-        with pytest.raises(ValueError, match=r"unknown axis names \['data'\]"):
-            MeshContext(other)
-        config = strategy("megatron_fsdp")
-        for words, options in (("there are 4 ranks", {"world_size": 3}), ("ranks=.0, 1. of 4", {"ranks": [0, 1]})):
-            with pytest.raises((ConfigurationError, NotSupportedYetError), match=words):
-                MeshContext.build(config, **options)
-        wide, _ = create_device_mesh(config, cp_size=4)
-        ring = create_ring_ulysses_mesh(wide, ring_degree=2, ulysses_degree=2)
-        assert (ring.mesh_dim_names, ring.mesh.tolist()) == (("ring", "ulysses"), [[0, 1], [2, 3]])
-        with pytest.raises(ValueError, match="ring_degree x ulysses_degree = 2 x 3, but cp_size is 4"):
-            create_ring_ulysses_mesh(wide, ring_degree=2, ulysses_degree=3)
+    built = MeshContext.build(strategy("fsdp2"), ParallelismSizes(dp_replicate_size=2, ep_size=2), timeout_minutes=7)
+    mesh, experts = built.device_mesh, built.moe_mesh
+    context = MeshContext.from_meshes(mesh, moe_mesh=experts)
+    assert sizes_of(context) == sizes_of(built) == (1, 1, 1, 2, 4, 2, 2)
+    assert context.sizes == built.sizes
+    assert built.strategy_config is not None
+    expected = {
+        "dp_axis_names": ("dp_replicate", "dp_shard_cp"),
+        "cp_axis_name": "cp",
+        "tp_axis_name": "tp",
+        "ep_axis_name": "ep",
+        "ep_shard_axis_names": ("ep_shard",),
+    }
+    assert context.parallelize_axis_kwargs() == expected
+    assert context.pipeline_axis_kwargs() == {**expected, "pp_axis_name": "pp"}
+    for group in (mesh.get_group("dp_shard"), mesh._flatten_mapping["dp_cp"].get_group(), experts.get_group("ep")):
+        assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 7 * 60
+    other = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+    with pytest.raises(ValueError, match=r"unknown axis names \['data'\]"):
+        MeshContext(other)
+    config = strategy("megatron_fsdp")
+    for words, options in (("there are 4 ranks", {"world_size": 3}), ("ranks=.0, 1. of 4", {"ranks": [0, 1]})):
+        with pytest.raises((ConfigurationError, NotSupportedYetError), match=words):
+            MeshContext.build(config, **options)
+    wide, _ = create_device_mesh(config, cp_size=4)
+    ring = create_ring_ulysses_mesh(wide, ring_degree=2, ulysses_degree=2)
+    assert (ring.mesh_dim_names, ring.mesh.tolist()) == (("ring", "ulysses"), [[0, 1], [2, 3]])
+    with pytest.raises(ValueError, match="ring_degree x ulysses_degree = 2 x 3, but cp_size is 4"):
+        create_ring_ulysses_mesh(wide, ring_degree=2, ulysses_degree=3)
 
 
 # ---- setups ----------------------------------------------------------------------------------------------------------
@@ -225,20 +221,19 @@ def test_a_setup_has_parts_of_its_own() -> None:
 
 @on_ranks(2)
 def test_a_setup_around_meshes_trains_as_one_process(tmp_path: Any) -> None:
-    with groups_destroyed():
-        config = strategy("megatron_fsdp")
-        mesh, _ = create_device_mesh(config, tp_size=2)
-        folder = saved("llama", tmp_path)
-        setup = DistributedSetup(mesh_context=MeshContext.from_meshes(mesh), strategy_config=config)
-        assert setup["tp_size"] == 2
-        model = AutoModelForCausalLM.from_pretrained(folder, distributed_setup=setup, torch_dtype=torch.float32)
-        assert model.mesh_context.device_mesh is mesh
-        assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
-        with pytest.raises(TypeError, match="device_mesh is a MeshContext"):
-            AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, device_mesh=setup.mesh_context)
-        for name in ("quantization_config", "fp8_config", "qat_config", "compile_config"):
-            with pytest.raises(NotSupportedYetError, match=f"{name} is not supported yet: "):
-                AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **{name: object()})
+    config = strategy("megatron_fsdp")
+    mesh, _ = create_device_mesh(config, tp_size=2)
+    folder = saved("llama", tmp_path)
+    setup = DistributedSetup(mesh_context=MeshContext.from_meshes(mesh), strategy_config=config)
+    assert setup["tp_size"] == 2
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_setup=setup, torch_dtype=torch.float32)
+    assert model.mesh_context.device_mesh is mesh
+    assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
+    with pytest.raises(TypeError, match="device_mesh is a MeshContext"):
+        AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, device_mesh=setup.mesh_context)
+    for name in ("quantization_config", "fp8_config", "qat_config", "compile_config"):
+        with pytest.raises(NotSupportedYetError, match=f"{name} is not supported yet: "):
+            AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **{name: object()})
 
 
 # ---- the section of YAML ---------------------------------------------------------------------------------------------
@@ -304,14 +299,13 @@ def test_sections_within_the_section() -> None:
 
 @on_ranks(1)
 def test_keywords_win_over_a_configuration() -> None:
-    with groups_destroyed():
-        whole = {"distributed": {"strategy": "ddp", "tp_size": 2}, "dist_env": {"timeout_minutes": 5}}
-        setup = create_distributed_setup_from_config(whole, 1, strategy="fsdp2", tp_size=1, sequence_parallel=True)
-        assert (setup.timeout_minutes, setup.config.sequence_parallel, setup["tp_size"]) == (5, True, 1)
-        assert setup.mesh_context.device_mesh is not None
-        assert create_distributed_setup_from_config({"strategy": "ddp"}, timeout_minutes=2).timeout_minutes == 2
-        with pytest.raises(ValueError, match="world_size=2, but there are 1 ranks"):
-            create_distributed_setup_from_config(None, 2)
+    whole = {"distributed": {"strategy": "ddp", "tp_size": 2}, "dist_env": {"timeout_minutes": 5}}
+    setup = create_distributed_setup_from_config(whole, 1, strategy="fsdp2", tp_size=1, sequence_parallel=True)
+    assert (setup.timeout_minutes, setup.config.sequence_parallel, setup["tp_size"]) == (5, True, 1)
+    assert setup.mesh_context.device_mesh is not None
+    assert create_distributed_setup_from_config({"strategy": "ddp"}, timeout_minutes=2).timeout_minutes == 2
+    with pytest.raises(ValueError, match="world_size=2, but there are 1 ranks"):
+        create_distributed_setup_from_config(None, 2)
 
 
 # ---- parallelizers, managers, optimizers -----------------------------------------------------------------------------
@@ -325,22 +319,21 @@ class Own:
 @pytest.mark.parametrize("name", ["fsdp2", "megatron_fsdp", "ddp"])
 @on_ranks(2)
 def test_a_model_is_made_parallel_by_its_context(name: str) -> None:
-    with groups_destroyed():
-        config, frozen = strategy(name), []
-        sizes = ParallelismSizes()
-        context = dataclasses.replace(
-            MeshContext.build(config, sizes), activation_checkpointing=True, reapply_trainability=frozen.append
-        )
-        model = parallelize_model(build("llama"), context)
-        assert frozen == [model]
-        assert compile_parallelized_model(model, context) is model
-        truth = reference("llama", steps=1)
-        assert_trained_alike(train(model, steps=1), truth)
-        with pytest.raises(TypeError, match="strategy_config is a NoneType"):
-            parallelize_model(build("llama"), MeshContext())
-        if name != "ddp":
-            with pytest.raises(ValueError, match="needs a device_mesh, and the context has none"):
-                parallelize_model(build("llama"), MeshContext(strategy_config=config))
+    config, frozen = strategy(name), []
+    sizes = ParallelismSizes()
+    context = dataclasses.replace(
+        MeshContext.build(config, sizes), activation_checkpointing=True, reapply_trainability=frozen.append
+    )
+    model = parallelize_model(build("llama"), context)
+    assert frozen == [model]
+    assert compile_parallelized_model(model, context) is model
+    truth = reference("llama", steps=1)
+    assert_trained_alike(train(model, steps=1), truth)
+    with pytest.raises(TypeError, match="strategy_config is a NoneType"):
+        parallelize_model(build("llama"), MeshContext())
+    if name != "ddp":
+        with pytest.raises(ValueError, match="needs a device_mesh, and the context has none"):
+            parallelize_model(build("llama"), MeshContext(strategy_config=config))
 
 
 def test_a_class_may_have_a_parallelizer_of_its_own() -> None:
@@ -364,52 +357,50 @@ def test_units_are_the_classes_that_a_model_names() -> None:
 
 @on_ranks(2)
 def test_managers_show_their_configuration_and_optimizers_are_connected() -> None:
-    with groups_destroyed():
-        config = strategy("megatron_fsdp", report_nan_in_param_grad=True, check_for_nan_in_grad=False)
-        mesh, _ = create_device_mesh(config)
-        manager = MegatronFSDPManager(config, mesh)
-        assert (manager.zero_dp_strategy, manager.rank, manager.world_size) == (3, dist.get_rank(), 2)
-        with pytest.raises(AttributeError, match="has no attribute 'tp_axes'"):
-            _ = manager.tp_axes
-        looks = {"check_for_nan_in_grad": (True, False, False), "report_nan_in_param_grad": (False, True, False)}
-        for index, expected in enumerate((True, True, False)):
-            fields = {name: values[index] for name, values in looks.items()}
-            found = MegatronFSDPManager(MegatronFSDPConfig(**fields), mesh).engine_arguments()
-            assert found["report_nan_in_param_grad"] is expected
-        model, _ = manager.parallelize(build("llama"))
-        for param in model.parameters():
-            del param._megatron_fsdp_model
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(AssertionError, match="allow=False"):
-            maybe_shard_optimizer(model, optimizer, config, allow=False)
-        assert maybe_shard_optimizer(model, optimizer, strategy("fsdp2"), allow=False) is optimizer
-        assert maybe_shard_optimizer(model, optimizer, config) is optimizer
-        assert model.parameter_digests() == (before := model.parameter_digests())
-        model(**batch_of(), use_cache=False).loss.backward()
-        optimizer.step()
-        assert model.parameter_digests() != before
-        plain = nn.Linear(2, 2)
-        other = torch.optim.SGD(plain.parameters(), lr=0.1)
-        assert fully_shard_optimizer(plain, other) is other
+    config = strategy("megatron_fsdp", report_nan_in_param_grad=True, check_for_nan_in_grad=False)
+    mesh, _ = create_device_mesh(config)
+    manager = MegatronFSDPManager(config, mesh)
+    assert (manager.zero_dp_strategy, manager.rank, manager.world_size) == (3, dist.get_rank(), 2)
+    with pytest.raises(AttributeError, match="has no attribute 'tp_axes'"):
+        _ = manager.tp_axes
+    looks = {"check_for_nan_in_grad": (True, False, False), "report_nan_in_param_grad": (False, True, False)}
+    for index, expected in enumerate((True, True, False)):
+        fields = {name: values[index] for name, values in looks.items()}
+        found = MegatronFSDPManager(MegatronFSDPConfig(**fields), mesh).engine_arguments()
+        assert found["report_nan_in_param_grad"] is expected
+    model, _ = manager.parallelize(build("llama"))
+    for param in model.parameters():
+        del param._megatron_fsdp_model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(AssertionError, match="allow=False"):
+        maybe_shard_optimizer(model, optimizer, config, allow=False)
+    assert maybe_shard_optimizer(model, optimizer, strategy("fsdp2"), allow=False) is optimizer
+    assert maybe_shard_optimizer(model, optimizer, config) is optimizer
+    assert model.parameter_digests() == (before := model.parameter_digests())
+    model(**batch_of(), use_cache=False).loss.backward()
+    optimizer.step()
+    assert model.parameter_digests() != before
+    plain = nn.Linear(2, 2)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    assert fully_shard_optimizer(plain, other) is other
 
 
 @on_ranks(2)
 def test_norms_count_once_what_every_rank_has() -> None:
-    with groups_destroyed():
-        model = managed(strategy("fsdp2"), build("llama"))
-        plain = build("llama")
-        for each in (model, plain):
-            each(**batch_of(), use_cache=False).loss.backward()
-        params = list(plain.parameters())
-        for norm_type in (2.0, float("inf")):
-            expected = nn.utils.get_total_norm([param.grad for param in params], norm_type).item()
-            group = dist.group.WORLD
-            assert get_grad_norm(list(model.parameters()), group, group, norm_type) == pytest.approx(expected, rel=1e-5)
-        norm = get_grad_norm(list(model.parameters()))
-        clip_grad_by_total_norm_(list(model.parameters()), 2 * norm, norm)
-        assert_equal_tensors(gradients_of(model), gradients_of(plain), 1e-4, 1e-6)
-        clip_grad_by_total_norm_(model.parameters(), norm / 2, norm)
-        assert get_grad_norm(list(model.parameters())) == pytest.approx(norm / 2, rel=1e-4)
+    model = managed(strategy("fsdp2"), build("llama"))
+    plain = build("llama")
+    for each in (model, plain):
+        each(**batch_of(), use_cache=False).loss.backward()
+    params = list(plain.parameters())
+    for norm_type in (2.0, float("inf")):
+        expected = nn.utils.get_total_norm([param.grad for param in params], norm_type).item()
+        group = dist.group.WORLD
+        assert get_grad_norm(list(model.parameters()), group, group, norm_type) == pytest.approx(expected, rel=1e-5)
+    norm = get_grad_norm(list(model.parameters()))
+    clip_grad_by_total_norm_(list(model.parameters()), 2 * norm, norm)
+    assert_equal_tensors(gradients_of(model), gradients_of(plain), 1e-4, 1e-6)
+    clip_grad_by_total_norm_(model.parameters(), norm / 2, norm)
+    assert get_grad_norm(list(model.parameters())) == pytest.approx(norm / 2, rel=1e-4)
 
 
 @on_ranks(2)
@@ -430,80 +421,76 @@ def test_frozen_towers_train_as_in_one_process(where: str, units: int) -> None:
 
     plain, model = freeze(small_llava()), freeze(small_llava())
     config = strategy("fsdp2", multimodal=MultimodalDistributedConfig(where), activation_checkpointing=True)
-    with groups_destroyed():
-        model = managed(config, model)
-        tower = model.model.vision_tower
-        assert sum(isinstance(part, FSDPModule) for part in tower.modules()) == units
-        assert {type(param).__name__ for param in tower.parameters()} == {
-            "Parameter" if where == "replicate" else "DTensor"
-        }
-        plain(**image_batch(plain), use_cache=False).logits.square().mean().backward()
-        own = {key: value.chunk(2)[dist.get_rank()] for key, value in image_batch(plain).items()}
-        model(**own, use_cache=False).logits.square().mean().backward()
-        assert_equal_tensors(gradients_of(model), gradients_of(plain), 1e-4, 1e-6)
-        if where == "replicate":
-            narrow = FSDP2Config(backend="gloo", multimodal=MultimodalDistributedConfig(where))
-            words = "keeps frozen towers in torch.float32"
-            assert words in refusal(managed, narrow, freeze(small_llava()), error=ConfigurationError)
+    model = managed(config, model)
+    tower = model.model.vision_tower
+    assert sum(isinstance(part, FSDPModule) for part in tower.modules()) == units
+    assert {type(param).__name__ for param in tower.parameters()} == {
+        "Parameter" if where == "replicate" else "DTensor"
+    }
+    plain(**image_batch(plain), use_cache=False).logits.square().mean().backward()
+    own = {key: value.chunk(2)[dist.get_rank()] for key, value in image_batch(plain).items()}
+    model(**own, use_cache=False).logits.square().mean().backward()
+    assert_equal_tensors(gradients_of(model), gradients_of(plain), 1e-4, 1e-6)
+    if where == "replicate":
+        narrow = FSDP2Config(backend="gloo", multimodal=MultimodalDistributedConfig(where))
+        words = "keeps frozen towers in torch.float32"
+        assert words in refusal(managed, narrow, freeze(small_llava()), error=ConfigurationError)
 
 
 @on_ranks(1)
 def test_scopes_choose_layers_that_train() -> None:
-    with groups_destroyed():
-        mesh, _ = create_device_mesh(strategy("fsdp2"))
-        for frozen, scope, towers, decoder in (
-            (False, "all", True, True),
-            (False, "vision", True, False),
-            (False, "language", False, True),
-            (True, "all", False, True),
-        ):
-            model: Any = small_llava()
-            model.model.vision_tower.requires_grad_(not frozen)
-            config = strategy("fsdp2", activation_checkpointing=True, activation_checkpointing_scope=scope)
-            FSDP2Manager(config, mesh).parallelize(model)
-            layers = model.model.vision_tower.encoder.layers, model.model.language_model.layers
-            found = tuple(all("forward" in vars(layer) for layer in each) for each in layers)
-            assert found == (towers, decoder), (frozen, scope)
-        config = strategy("fsdp2", activation_checkpointing=True, activation_checkpointing_scope="audio")
-        message = refusal(FSDP2Manager(config, mesh).parallelize, small_llava(), error=ConfigurationError)
-        assert "has no such layers that train" in message
+    mesh, _ = create_device_mesh(strategy("fsdp2"))
+    for frozen, scope, towers, decoder in (
+        (False, "all", True, True),
+        (False, "vision", True, False),
+        (False, "language", False, True),
+        (True, "all", False, True),
+    ):
+        model: Any = small_llava()
+        model.model.vision_tower.requires_grad_(not frozen)
+        config = strategy("fsdp2", activation_checkpointing=True, activation_checkpointing_scope=scope)
+        FSDP2Manager(config, mesh).parallelize(model)
+        layers = model.model.vision_tower.encoder.layers, model.model.language_model.layers
+        found = tuple(all("forward" in vars(layer) for layer in each) for each in layers)
+        assert found == (towers, decoder), (frozen, scope)
+    config = strategy("fsdp2", activation_checkpointing=True, activation_checkpointing_scope="audio")
+    message = refusal(FSDP2Manager(config, mesh).parallelize, small_llava(), error=ConfigurationError)
+    assert "has no such layers that train" in message
 
 
 @on_ranks(2)
 def test_options_of_experts_have_their_effect_and_train_as_one_process() -> None:
-    with groups_destroyed():
-        config, flops = strategy("fsdp2", activation_checkpointing=True), []
-        truth = reference("mixtral", steps=1)
-        for options in ({"ignore_router_for_ac": False, "reshard_after_forward": True}, {}):
-            context = MeshContext.build(config, ParallelismSizes(ep_size=2))
-            context.moe_parallel_config = MoEParallelizerConfig(**options)
-            model: Any = parallelize_model(build("mixtral"), context)
-            experts = [part for part in model.modules() if type(part).__name__.startswith("FSDPDivided")]
-            state = experts[0]._get_fsdp_state()._fsdp_param_group
-            assert state._reshard_after_forward is options.get("reshard_after_forward", False)
-            model.mesh_context = context
-            assert_trained_alike(train(model, steps=1), truth)
-            loss = model(**batch_of(), use_cache=False).loss
-            with FlopCounterMode(display=False) as counter:
-                loss.backward()
-            flops.append(counter.get_total_flops())
-        assert flops[1] < flops[0]  # results of routers are kept
+    config, flops = strategy("fsdp2", activation_checkpointing=True), []
+    truth = reference("mixtral", steps=1)
+    for options in ({"ignore_router_for_ac": False, "reshard_after_forward": True}, {}):
+        context = MeshContext.build(config, ParallelismSizes(ep_size=2))
+        context.moe_parallel_config = MoEParallelizerConfig(**options)
+        model: Any = parallelize_model(build("mixtral"), context)
+        experts = [part for part in model.modules() if type(part).__name__.startswith("FSDPDivided")]
+        state = experts[0]._get_fsdp_state()._fsdp_param_group
+        assert state._reshard_after_forward is options.get("reshard_after_forward", False)
+        model.mesh_context = context
+        assert_trained_alike(train(model, steps=1), truth)
+        loss = model(**batch_of(), use_cache=False).loss
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        flops.append(counter.get_total_flops())
+    assert flops[1] < flops[0]  # results of routers are kept
 
 
 @on_ranks(2)
 def test_stages_send_their_dtype_and_take_their_length(tmp_path: Path) -> None:
-    with groups_destroyed():
-        folder, config = saved("llama", tmp_path), strategy("fsdp2", mp_policy=None)
-        batch = batch_of()
-        length = batch["input_ids"].shape[1]
+    folder, config = saved("llama", tmp_path), strategy("fsdp2", mp_policy=None)
+    batch = batch_of()
+    length = batch["input_ids"].shape[1]
 
-        def staged(**options: Any) -> Any:
-            setup = DistributedSetup.build(config, ParallelismSizes(pp_size=2), PipelineConfig(**options))
-            return AutoModelForCausalLM.from_pretrained(folder, distributed_setup=setup)
+    def staged(**options: Any) -> Any:
+        setup = DistributedSetup.build(config, ParallelismSizes(pp_size=2), PipelineConfig(**options))
+        return AutoModelForCausalLM.from_pretrained(folder, distributed_setup=setup)
 
-        words = refusal(staged, dtype=torch.float32, error=ConfigurationError)
-        assert "dtype=torch.float32, but mp_policy makes stages send torch.bfloat16" in words
-        model = staged(pp_seq_len=length, dtype=torch.bfloat16)
-        assert model.step(batch["input_ids"], batch["labels"]).isfinite()
-        shorter = [batch[name][:, 1:] for name in ("input_ids", "labels")]
-        assert f"but pp_seq_len={length}" in refusal(model.step, *shorter, error=ConfigurationError)
+    words = refusal(staged, dtype=torch.float32, error=ConfigurationError)
+    assert "dtype=torch.float32, but mp_policy makes stages send torch.bfloat16" in words
+    model = staged(pp_seq_len=length, dtype=torch.bfloat16)
+    assert model.step(batch["input_ids"], batch["labels"]).isfinite()
+    shorter = [batch[name][:, 1:] for name in ("input_ids", "labels")]
+    assert f"but pp_seq_len={length}" in refusal(model.step, *shorter, error=ConfigurationError)

@@ -14,7 +14,6 @@ from megatron_fsdp.automodel import FSDP2Config
 from megatron_fsdp.automodel.pipeline_parallel.pipeline import Pipeline, build_pipeline
 from megatron_fsdp.automodel.pipeline_parallel.schedules import PipelineConfig
 from megatron_fsdp.errors import ConfigurationError
-from tests.automodel.process_groups import groups_destroyed
 from tests.automodel.training import managed, reference
 from tests.support.counting import OpCounts
 from tests.support.language_models import batch_of, build, label_count, token_loss_sum
@@ -73,10 +72,9 @@ INPUTS: dict[str, dict[str, Tensor]] = {
 @on_ranks(2)
 def test_masks_and_positions_reach_every_stage(kind: str) -> None:
     batch, inputs = batch_of(), INPUTS[kind]
-    with groups_destroyed():
-        pipeline, model = pipeline_of(kind, stages()), build(kind)
-        loss = truth_of(model, batch, **inputs)
-        found = pipeline.step(**batch, **inputs, inputs_of_others=None).item()
+    pipeline, model = pipeline_of(kind, stages()), build(kind)
+    loss = truth_of(model, batch, **inputs)
+    found = pipeline.step(**batch, **inputs, inputs_of_others=None).item()
     torch.testing.assert_close(found, loss, rtol=1e-5, atol=0.0)
     assert_gradients(pipeline, model)
     assert abs(truth_of(build(kind), batch) - loss) > 1e-4  # the inputs matter
@@ -185,24 +183,22 @@ def from_meta(mesh: DeviceMesh) -> None:
 )
 @on_ranks(2)
 def test_steps_equal_one_process(scenario: Callable[[DeviceMesh], None]) -> None:
-    with groups_destroyed():
-        scenario(stages())
+    scenario(stages())
 
 
 @on_ranks(4)
 def test_sharded_stages_gather_and_reduce_each_unit_once_in_a_step() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16)
-    with groups_destroyed():
-        pipeline = managed(FSDP2Config(backend="gloo", mp_policy=policy), build("llama"), pp_size=2)
-        for rows in (2, 4):  # the same on all ranks
-            with OpCounts() as counts:
-                loss = pipeline.step(**batch_of(rows)).item()
-            assert (counts.collectives.gathers, counts.collectives.reductions) == (3, 3)  # two layers and the rest
-            assert abs(loss / reference("llama", steps=1, rows=rows).losses[0] - 1) < 2e-2
-            assert {p.grad.dtype for p in pipeline.parameters() if p.grad is not None} == {torch.float32}
-            received = getattr(pipeline.stages[0].args_recv_info[0][0], "buffer", None)
-            assert (received is None) == (dist.get_rank() < 2)  # the first stage receives none
-            assert received is None or received.dtype == torch.bfloat16
+    pipeline = managed(FSDP2Config(backend="gloo", mp_policy=policy), build("llama"), pp_size=2)
+    for rows in (2, 4):  # the same on all ranks
+        with OpCounts() as counts:
+            loss = pipeline.step(**batch_of(rows)).item()
+        assert (counts.collectives.gathers, counts.collectives.reductions) == (3, 3)  # two layers and the rest
+        assert abs(loss / reference("llama", steps=1, rows=rows).losses[0] - 1) < 2e-2
+        assert {p.grad.dtype for p in pipeline.parameters() if p.grad is not None} == {torch.float32}
+        received = getattr(pipeline.stages[0].args_recv_info[0][0], "buffer", None)
+        assert (received is None) == (dist.get_rank() < 2)  # the first stage receives none
+        assert received is None or received.dtype == torch.bfloat16
 
 
 @on_ranks(2)
