@@ -128,6 +128,22 @@ def test_pure_modules_know_no_process_groups() -> None:
     assert found == []
 
 
+def test_errors_of_other_code_are_shown_by_functions_that_cannot_fail() -> None:
+    """`text_of`, `words_of` and `first_line`: the `__str__` of somebody's own class may raise."""
+    found = []
+    for path in python_files("src"):
+        for handler in (node for node in ast.walk(parse(path)) if isinstance(node, ast.ExceptHandler)):
+            if handler.type is None or ast.unparse(handler.type) not in ("Exception", "BaseException"):
+                continue
+            for node in ast.walk(handler):
+                shown = [node.value] if isinstance(node, ast.FormattedValue) else []
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in ("str", "repr"):
+                    shown = node.args
+                if any(isinstance(each, ast.Name) and each.id == handler.name for each in shown):
+                    found.append(f"{short_name(path)}:{node.lineno}")
+    assert found == []
+
+
 def test_nothing_is_left_to_do() -> None:
     marker = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|HA" + r"CK|XX" + r"X)\b")
     found = [

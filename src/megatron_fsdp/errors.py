@@ -74,11 +74,21 @@ def shortened(text: str, most: int = 2000) -> str:
 
 def text_of(error: BaseException) -> str:
     """Return an error's type and text, of a bounded length, whatever its `__str__` does."""
+    text = words_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def words_of(error: BaseException) -> str:
+    """Return an error's text, of a bounded length, whatever its `__str__` does."""
     try:
-        text = shortened(str(error))
-        return f"{type(error).__name__}: {text}" if text else type(error).__name__
+        return shortened(str(error))
     except Exception as met:  # noqa: BLE001 - also what has no text has to be told
-        return f"{type(error).__name__}, whose text cannot be had ({type(met).__name__})"
+        return f"its text cannot be had ({type(met).__name__})"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type."""
+    return words_of(error).strip().partition("\n")[0] or type(error).__name__
 
 
 @contextmanager
@@ -93,6 +103,12 @@ def waits_for(what: str) -> Iterator[None]:
                 "(see what it printed), or does something else (MFSDP_HANG_LOG=DIR names it)"
             )
         raise
+
+
+def check_keys(names: Iterable[str]) -> None:
+    """Raise for names that could not be keys of a checkpoint."""
+    for name in filter(has_control_characters, names):
+        raise ConfigurationError(f"{name!a} holds control characters, which no key of a checkpoint may; rename it")
 
 
 class MegatronFSDPError(Exception):

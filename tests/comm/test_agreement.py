@@ -271,5 +271,5 @@ def test_texts_are_bounded_and_need_not_exist() -> None:
     assert len(told(ValueError("x" * 30_000_000) if rank else None)) < 2200
     assert len(told(None, facts={"size": str(rank) * 30_000_000})) < 2200
     assert told(MuteError() if rank else None) == (
-        "RankError: the work failed (rank 1: MuteError, whose text cannot be had (ValueError))"
+        "RankError: the work failed (rank 1: MuteError: its text cannot be had (ValueError))"
     )

@@ -45,7 +45,7 @@ from megatron_fsdp.checkpoint.hf.live import unwrap
 from megatron_fsdp.checkpoint.report import LoadReport, decided_by_first, together
 from megatron_fsdp.comm.agreement import agreed
 from megatron_fsdp.config.hf_config import build_from_config, read_config
-from megatron_fsdp.errors import CheckpointError, ConfigurationError, NotSupportedYetError, warn_caller
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, NotSupportedYetError, warn_caller, words_of
 from megatron_fsdp.optional_packages import require
 
 transformers: Any = require("transformers", "megatron_fsdp.automodel")
@@ -567,7 +567,7 @@ def load_generation_config(model: Any, folder: Path) -> None:
     try:
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        raise ConfigurationError(f"{folder}: generation_config.json cannot be read: {error}") from error
+        raise ConfigurationError(f"{folder}: generation_config.json cannot be read: {words_of(error)}") from error
 
 
 def refuse_quantised(model: nn.Module) -> None:

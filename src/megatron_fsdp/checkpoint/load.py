@@ -27,7 +27,7 @@ from megatron_fsdp.checkpoint.report import LoadReport, check_group, report_of_a
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.checkpoint.verify import require_sound
 from megatron_fsdp.comm.agreement import agreed, group_of, rank_of, world_size_of
-from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, words_of
 from megatron_fsdp.sharding.shards import Box
 
 
@@ -157,7 +157,7 @@ def _noting(what_is_left: str, act: Callable[[], None]) -> None:
     try:
         act()
     except Exception as error:
-        raise CheckpointError(f"{error} ({what_is_left})") from error
+        raise CheckpointError(f"{words_of(error)} ({what_is_left})") from error
 
 
 def _read(match: Match) -> None:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint._traverse import set_element
 
 from megatron_fsdp.comm.agreement import gather_objects
-from megatron_fsdp.errors import ConfigurationError, has_control_characters
+from megatron_fsdp.errors import ConfigurationError, check_keys
 
 KeyPath = tuple[str, ...]
 
@@ -63,8 +63,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, KeyPath
     paths: dict[str, KeyPath] = {}
     for path, value in _leaves(state, ()):
         key = ".".join(path)
-        if has_control_characters(key):
-            raise ConfigurationError(f"{key!a} holds control characters, which no key of a checkpoint may; rename it")
+        check_keys([key])
         if key in leaves:
             raise ConfigurationError(f"two values of the state would be stored as {key}; rename one of them")
         leaves[key], paths[key] = value, path

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.errors import CheckpointError, words_of
 
 OTHER_PACKAGES = frozenset({"megatron", "transformer_engine", "apex", "modelopt", "nvidia_resiliency_ext", "nemo"})
 """Packages whose classes a checkpoint may name: they are never imported, and their objects are kept as `Opaque`."""
@@ -116,7 +116,7 @@ def reading(where: str) -> Iterator[None]:
             f"there is not enough memory to read {where}; free some, or use another machine"
         ) from error
     except Exception as error:  # damaged bytes raise anything
-        reason = printable(str(error)[:2000].partition("\n")[0]) or "no words for it"
+        reason = printable(words_of(error).partition("\n")[0]) or "no words for it"
         raise CheckpointError(
             f"{where} is damaged and cannot be read ({type(error).__name__}: {reason}); restore it from a copy, or use "
             "an older checkpoint"

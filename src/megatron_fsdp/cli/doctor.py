@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fsdp.cli.output import add_json, write_json, write_line
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_ERROR, EXIT_SAME
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, first_line
 from megatron_fsdp.optional_packages import require
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def causal_model(path: str, layers: int | None) -> nn.Module:
     except Exception as error:
         raise ConfigurationError(
             f"--hf-config {path}: transformers {transformers.__version__} builds no causal language model from "
-            f"{type(config).__name__} ({str(error).splitlines()[0]:.200}); give a function that builds the model as "
+            f"{type(config).__name__} ({first_line(error):.200}); give a function that builds the model as "
             "MODEL"
         ) from error
     return model.eval()

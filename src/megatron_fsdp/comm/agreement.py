@@ -32,7 +32,15 @@ import torch.distributed as dist
 from megatron_fsdp.comm.axis import has_values, is_simulated, real_values
 from megatron_fsdp.comm.groups import settle_at_exit
 from megatron_fsdp.comm.streams import default_device
-from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError, shortened, text_of, waits_for
+from megatron_fsdp.errors import (
+    ConfigurationError,
+    MegatronFSDPError,
+    RankError,
+    shortened,
+    text_of,
+    waits_for,
+    words_of,
+)
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
@@ -443,7 +451,7 @@ def decided_by_first(
         except BaseException as error:  # noqa: BLE001  sent to the others, then raised
             known = (raises, ConfigurationError)
             kind = next((kind for kind in known if isinstance(error, kind)), raises)
-            told = str(error) if isinstance(error, known) else f"{doing} failed ({text_of(error)})"
+            told = words_of(error) if isinstance(error, known) else f"{doing} failed ({text_of(error)})"
             problem, cause = (kind, told), error
     try:
         ask([(group or dist.group.WORLD, problem)], first_problem, cause)

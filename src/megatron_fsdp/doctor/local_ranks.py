@@ -25,7 +25,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from megatron_fsdp.comm.groups import bound_device
 from megatron_fsdp.doctor.training import require_count
-from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, RankError, words_of
 
 _GRACE_S = 5.0
 """Seconds that other ranks may run once a rank has failed."""
@@ -121,9 +121,9 @@ def _pickled(job: Any) -> bytes:
         return pickle.dumps(job)
     except Exception as error:
         raise ConfigurationError(
-            f"the ranks are processes of their own, and something cannot be sent to them ({error}); give functions of "
-            'a module (not lambdas, nor functions inside functions) or import paths such as "package.module:name", or '
-            "call this under torchrun after init_process_group()"
+            f"the ranks are processes of their own, and something cannot be sent to them ({words_of(error)}); give "
+            "functions of a module (not lambdas, nor functions inside functions) or import paths such as "
+            '"package.module:name", or call this under torchrun after init_process_group()'
         ) from error
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.engine.memory import Block
 from megatron_fsdp.engine.schedule import Action
-from megatron_fsdp.errors import WRAPPER_WORDS, MegatronFSDPError
+from megatron_fsdp.errors import WRAPPER_WORDS, MegatronFSDPError, words_of
 
 
 class Phase(Enum):
@@ -254,7 +254,7 @@ def explain(error: BaseException, where: str, observers: Observers) -> None:
         return
     explanations = observers.explanations()
     words = [where, *explanations] if explanations else [f"{where}; {_HANG_ADVICE.format(join=observers.words.join)}"]
-    error.args = ("\n".join([*words, str(error)]), *error.args[1:])
+    error.args = ("\n".join([*words, words_of(error)]), *error.args[1:])
     error.__explained__ = True  # type: ignore[attr-defined]
 
 

@@ -23,7 +23,7 @@ from megatron_fsdp.config.precision import MixedPrecisionPolicy as Policy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.group_plan import Sharding, local_tensor, part_of
 from megatron_fsdp.engine.unit import Owner
-from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, warn_caller
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, check_keys, warn_caller
 from megatron_fsdp.experimental.module import fully_shard_optimizer as connect
 from megatron_fsdp.formats.tensor_extensions import tensor_extension_of
 from megatron_fsdp.fsdp2.even import EvenParameter, even_shard
@@ -179,6 +179,7 @@ def _check_module(module: object) -> None:
         )
     if state_of(module) is not None:
         raise ConfigurationError(f"this {type(module).__name__} is sharded already; shard a module once")
+    check_keys(name for name, _ in (*module.named_parameters(), *module.named_buffers()))
     for name, inner in module.named_modules():
         state = state_of(inner)
         if state is None:

@@ -31,7 +31,7 @@ from megatron_fsdp.engine.executor import OptimizerInBackward
 from megatron_fsdp.engine.gradients import get_grads
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.errors import ConfigurationError, ScheduleError, text_of
 from megatron_fsdp.optim.local_step import LocalStep, LocalView
 from megatron_fsdp.optim.step import params_of
 
@@ -116,10 +116,10 @@ class StepInBackward:
         """End with a backward or step that has failed: wait for the thread, and note on the error if it has stepped."""
         self._groups_of_backward.close()
         self._pool.shutdown(cancel_futures=True)
-        self._groups_of_backward.fail(f"optimizer.step_in_backward() has failed ({type(error).__name__}: {error})")
+        self._groups_of_backward.fail(f"optimizer.step_in_backward() has failed ({text_of(error)})")
         if not self.broken:
             self.end()
-        elif LOAD not in str(error):
+        elif LOAD not in text_of(error):
             error.add_note(LOAD)
 
     # ---- in the step ------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class StepInBackward:
         if self.broken:
             met = ScheduleError(self.broken)
         elif error is not None:
-            met = RuntimeError(f"{type(error).__name__}: {error}; {LOAD}")
+            met = RuntimeError(f"{text_of(error)}; {LOAD}")
         elif problem := self._problem(optimizer):
             met = ConfigurationError(problem)
         raise_together(met, "a step in backward", engine.reaching_all)

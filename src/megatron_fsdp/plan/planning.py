@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.config.offload import resolve_offload
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
+from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, text_of
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Exchange
 from megatron_fsdp.plan.machine import Machine, find_machine
@@ -418,9 +418,9 @@ def _profile(workload: Workload, model: PlannedModel) -> ComputeProfile:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"{workload.class_name} cannot be run without memory on what it was given ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}); give other inputs= (--inputs) and loss_fn= (--loss), on which its "
-            f"forward does not depend on values{''.join(f'; {note}' for note in workload.notes).rstrip('.')}"
+            f"{workload.class_name} cannot be run without memory on what it was given ("
+            f"{' '.join(text_of(error).split())[:300]}); give other inputs= (--inputs) and loss_fn= (--loss), on which "
+            f"its forward does not depend on values{''.join(f'; {note}' for note in workload.notes).rstrip('.')}"
         ) from error
 
 

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_fsdp.config.command_parser import EXIT_INTERRUPTED
 from megatron_fsdp.describe.text import in_bytes
-from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError, RankError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError, RankError, first_line, words_of
 from megatron_fsdp.train.options.job import Job
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def write_failure(error: BaseException, path: Path) -> None:
     now_ns, code = time.time_ns(), exit_code_of(error)
     shown = "".join(traceback.format_exception(error)) if code == EXIT_FAILED else f"error: {error}"
     extra = {"py_callstack": shown, "timestamp": str(now_ns // 10**9), "time_ns": now_ns, "exit_code": code}
-    path.write_text(json.dumps({"message": {"message": str(error), "extraInfo": extra}}))
+    path.write_text(json.dumps({"message": {"message": words_of(error), "extraInfo": extra}}))
 
 
 def report_failure(error: BaseException, rank: int) -> int:
@@ -223,7 +223,7 @@ def memory_advice(job: Job, rank: Rank, step: int, error: BaseException) -> str:
     """Describe which rank ran out of memory in which step (0: before any), with advice, the cheapest first."""
     options, device, ways = job.options, rank.device, []
     where = "" if isinstance(error, _MET_TOGETHER) else f" on rank {rank.index}"
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    reason = first_line(error)
     peak = f"{in_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)} resident"
     if device.type != "cpu":
         peak = f"{in_bytes(torch.accelerator.max_memory_allocated(device))} allocated on the device"

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_fsdp.config.ddp_config_flags import off_flag_of
+from megatron_fsdp.errors import words_of
 from megatron_fsdp.package_info import __version__
 from megatron_fsdp.train.console import Display, Say
 from megatron_fsdp.train.data.tokens import TokenData
@@ -317,5 +318,5 @@ class Recorder(Writer):
                     del self._writers[name]
                 if name not in self._failed:
                     self._failed.add(name)
-                    reason = _WHO.sub("", str(error))  # without the passwords of addresses
+                    reason = _WHO.sub("", words_of(error))  # without the passwords of addresses
                     self.say(f"{name} cannot be written ({reason}): training goes on, with gaps in it or without it")

@@ -33,7 +33,7 @@ from megatron_fsdp.engine.group_plan import (
 )
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, has_control_characters, warn_caller
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, check_keys, warn_caller
 from megatron_fsdp.formats.delayed_linear import delayed_weight_gradients
 from megatron_fsdp.formats.fp8_linear import encoded_parameters
 from megatron_fsdp.formats.tensor_extensions import (
@@ -382,9 +382,7 @@ def check_module(module: nn.Module, init_meta: bool | str) -> None:
     params = dict(module.named_parameters())
     if not params:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to shard")
-    for name in (*params, *dict(module.named_buffers())):
-        if has_control_characters(name):
-            raise ConfigurationError(f"{name!a} holds control characters, which no key of a checkpoint may; rename it")
+    check_keys(name for name, _ in (*module.named_parameters(), *module.named_buffers()))
     sharded = [
         name
         for name, param in params.items()

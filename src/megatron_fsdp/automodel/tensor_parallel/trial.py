@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megatron_fsdp.automodel.architecture import text_config
+from megatron_fsdp.errors import first_line
 
 _TOKENS = 8
 _VALUE = 0.02  # of every weight and output; routers, norms and products get something to work with
@@ -242,7 +243,7 @@ class Trial:
             with torch.no_grad(), self._flow:
                 self._flow.use(self._forward())
         except Exception as error:  # noqa: BLE001 - whatever a model cannot do with parts of its weights
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            text = first_line(error)
             return text if isinstance(error, DivisionError) else f"{self._described(self.failed_in)} fails ({text})"
         for source, where in self._flow.partial.items():
             # No sum over the ranks is right for a whole activation, nor for a parameter with gradients of both kinds.

@@ -29,7 +29,7 @@ from megatron_fsdp.checkpoint.hf.live import (
 from megatron_fsdp.checkpoint.rearranged import Part
 from megatron_fsdp.checkpoint.report import Findings, LoadReport, decided_by_first, report_of_all, together
 from megatron_fsdp.comm.agreement import agreed, gather_objects, group_of
-from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.errors import CheckpointError, words_of
 
 Source = tuple[Part, StoredTensor]
 _Described = list[tuple[str, FileTensor]]
@@ -247,7 +247,7 @@ def _copy_all(wanted: Sequence[Wanted], held: Mapping[str, list[LocalBox]], file
             for entry in wanted:
                 _copy(entry.sources, held[entry.live.name], reader)
     except Exception as error:  # whatever it is
-        raise CheckpointError(f"{error}; the model is partly loaded, load again before using it") from error
+        raise CheckpointError(f"{words_of(error)}; the model is partly loaded, load again before using it") from error
     return reader.bytes_read
 
 

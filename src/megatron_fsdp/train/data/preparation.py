@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from megatron_fsdp.checkpoint.store import MARK_OF_WHOLE, POINTER
 from megatron_fsdp.comm.agreement import all_agree, gather_objects
 from megatron_fsdp.describe.text import in_bytes
-from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.errors import ConfigurationError, words_of
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.train.console import Say
 from megatron_fsdp.train.data.tokens import (
@@ -381,7 +381,8 @@ def load_tokenizer(path: Path) -> PieceTokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001  # the library raises nothing more special
-        raise ConfigurationError(f"--tokenizer-model {file} cannot be read ({error}): give a tokenizer.json") from None
+        told = f"--tokenizer-model {file} cannot be read ({words_of(error)}): give a tokenizer.json"
+        raise ConfigurationError(told) from None
     for end in (*(_configured_end(file.with_name(name)) for name in _SETTINGS), *ENDS):
         if end is not None and tokenizer.token_to_id(end) is not None:
             return PieceTokenizer(tokenizer, end)
