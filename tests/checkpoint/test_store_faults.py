@@ -1,17 +1,21 @@
 """Every single step of a save fails or is the last one of its process; what is found afterwards is whole."""
 
+import json
 import os
 import signal
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from megatron_fsdp.checkpoint import store as store_module
 from megatron_fsdp.checkpoint.store import CLAIM, POINTER, CheckpointStore, FileOps, RunFolder
+from megatron_fsdp.comm.processes import process_of
 from megatron_fsdp.errors import CheckpointError
 
 Fault = Literal["killed before", "killed halfway", "killed after", "error once", "errors from there on"]
@@ -340,6 +344,41 @@ def saving_child(root: Path, iteration: int) -> Iterator[str]:
         os.close(there)
         yield os.read(here, 10_000).decode()
     os.close(here)
+
+
+def test_one_run_saves_in_a_folder_its_restarts_included(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the elastic agent lives that started the process, also where nobody holds the lock."""
+    root, agent = tmp_path / "run", subprocess.Popen(["sleep", "1000"])
+    name = json.dumps(asdict(process_of(agent.pid)))
+
+    def save(iteration: int, by: str) -> CheckpointStore:
+        monkeypatch.setattr(store_module, "launcher", lambda: by)
+        store = CheckpointStore(root)
+        store.write(iteration, lambda folder: write_content(folder, by))
+        return store
+
+    def is_refused() -> None:
+        for by in ("", json.dumps(asdict(process_of(os.getpid())))):
+            with pytest.raises(CheckpointError, match="another process saves its checkpoints in it now; give each run"):
+                save(5, by)
+
+    monkeypatch.setattr(store_module, "launcher", lambda: name)
+    with saving_child(root, 1) as told:
+        assert told == "saved"
+    is_refused()
+    again = save(2, name)
+    with saving_child(root, 3) as told:
+        assert "another process saves" in told
+    again.close()
+    save(3, "").close()  # the run has ended well
+    monkeypatch.setattr(store_module, "launcher", lambda: name)
+    with saving_child(root, 4) as told:
+        assert told == "saved"
+    is_refused()
+    agent.kill()
+    agent.wait()
+    save(5, "").close()
+    assert CheckpointStore(root).iterations() == [3, 4, 5]  # a child keeps two
 
 
 def test_one_process_saves_in_a_folder(tmp_path: Path) -> None:

@@ -7,21 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_fsdp.cli.main import main
+from megatron_fsdp.comm.processes import Process, this_process
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.hang.explain import Kind, explain, state_of
-from megatron_fsdp.hang.log_file import (
-    Logs,
-    Mark,
-    Process,
-    RankLog,
-    Record,
-    Ring,
-    UnitFacts,
-    Writer,
-    file_name,
-    fold,
-    this_process,
-)
+from megatron_fsdp.hang.log_file import Logs, Mark, RankLog, Record, Ring, UnitFacts, Writer, file_name, fold
 
 _SECOND = 10**9
 _NOW = 1000 * _SECOND
@@ -268,7 +257,7 @@ def test_of_many_ranks_the_odd_ones_are_shown_first() -> None:
     text = told(Kind.ELSEWHERE, (39,), *waits, Story().gather(1).log(39, 40)).splitlines()
     assert text[0].startswith("rank 39 runs code outside of the model (")
     assert text[1].startswith("each of ranks 0-38 waits for the weights of a in the forward of step 0")
-    assert text[3].startswith("  rank 39 (odd): runs code outside")
+    assert text[3].startswith("  rank 39 (suspect): runs code outside")
     assert text[-1] == "  and 24 more"
 
 

@@ -269,7 +269,7 @@ def test_the_lowest_rank_that_waits_speaks_up_once_and_the_others_keep_quiet(
     assert (tmp_path / "stderr-1").read_text() == (tmp_path / "stderr-2").read_text() == ""
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("rank 1 runs code outside of the model (")
-    assert [line.split(":")[0] for line in printed if "(odd)" in line] == ["  rank 1 (odd)"]
+    assert [line.split(":")[0] for line in printed if "(suspect)" in line] == ["  rank 1 (suspect)"]
 
 
 def test_an_error_that_ends_the_wait_carries_the_explanation_and_who_slept_is_named_after_its_end(

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, fully_shard_model
+from megatron_fsdp.comm.processes import this_process
 from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hang.explain import Doing, state_of
-from megatron_fsdp.hang.log_file import NO_NUMBER, Mark, Ring, UnitFacts, Writer, file_name, read_folder, this_process
+from megatron_fsdp.hang.log_file import NO_NUMBER, Mark, Ring, UnitFacts, Writer, file_name, read_folder
 from tests.conftest import RunRanks
 from tests.hang.test_hangs import step
 from tests.support.on_ranks import engine_of, on_ranks, refusal, same_on_ranks

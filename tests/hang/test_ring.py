@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_fsdp.comm.processes import this_process
 from megatron_fsdp.config.switches import HangSettings, resolve_hang_log
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
@@ -26,7 +27,6 @@ from megatron_fsdp.hang.log_file import (
     fold,
     parse_log,
     read_folder,
-    this_process,
 )
 
 Event = tuple[Mark, Phase, int, int]

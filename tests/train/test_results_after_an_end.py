@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fsdp.comm.processes import process_of
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.hang.log_file import process_of
 from megatron_fsdp.train import run_job
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.recorder import METRICS_FILE, to_json
@@ -95,14 +95,14 @@ def test_a_claim_lasts_as_long_as_the_launcher_restarts_included(
         assert claim_results(again, held, goes_on=True) == folder  # ranks before the restart may be just ending
         raise RuntimeError  # a rank dies
     with monkeypatch.context() as patch:
-        patch.setattr(run_job, "_launcher", lambda: launched_by(other.pid))
+        patch.setattr(run_job, "launcher", lambda: launched_by(other.pid))
         other.wait()
         for job in (first, again):
             with pytest.raises(ConfigurationError, match="another run writes into it now; give another folder"):
                 take(job, goes_on=True)
     assert take(again, goes_on=True) == folder, "and ended well, so that another may have it"
     with monkeypatch.context() as patch:
-        patch.setattr(run_job, "_launcher", lambda: launched_by(other.pid))
+        patch.setattr(run_job, "launcher", lambda: launched_by(other.pid))
         assert take(first, goes_on=True) == folder
         with suppress(RuntimeError), ExitStack() as held:
             claim_results(first, held, goes_on=True)

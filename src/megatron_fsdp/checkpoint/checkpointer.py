@@ -33,8 +33,8 @@ class Checkpointer:
                 ...
                 checkpoints.save(step + 1, model, optimizer, extra={"schedule": schedule})
 
-    A save is published whole or not at all (docs/checkpoints.md), and from the first one to `close` no other process
-    may save in the folder. Memory: in the foreground one block of 64 Ki elements
+    A save is published whole or not at all (docs/checkpoints.md), and from the first one to `close` no other run may
+    save in the folder, also between restarts of it. Memory: in the foreground one block of 64 Ki elements
     while checksums are taken, and one tensor of this rank where it has to be copied from a device; in the background
     one copy of this rank's shards in host memory, kept for the next save.
 

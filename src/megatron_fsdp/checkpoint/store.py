@@ -27,13 +27,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
 from megatron_fsdp.checkpoint.report import decided_by_first, together
 from megatron_fsdp.checkpoint.safe_read import open_file
 from megatron_fsdp.comm.agreement import rank_of
+from megatron_fsdp.comm.processes import is_launcher_alive, launcher
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -294,12 +295,14 @@ class RunClaim:
 
     A record lock (`fcntl.lockf`) of a file that is removed again: it is the process's own, so all its claims of one
     folder are one, and children do not inherit it. Releasing one ends it for the others too, until they take it again.
+    If an elastic agent started this process, its name in the file continues the claim while that agent lives: between
+    the death of ranks and their restart the lock is free.
     """
 
     def __init__(self, root: Path) -> None:
         self._path = root / CLAIM
         self._descriptor: int | None = None
-        self._unlock: Callable[[], object] = lambda: None
+        self._unlock: Any = lambda: None
 
     def take(self) -> bool:
         """Claim the folder, which exists; False if another process has it.
@@ -311,7 +314,8 @@ class RunClaim:
                 if self._descriptor is None:
                     self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
                     self._unlock = weakref.finalize(self, _unlock, self._path, self._descriptor)
-                is_held = _lock(self._descriptor)
+                    self._unlock.atexit = not launcher()
+                is_held = _lock(self._descriptor) and _continues(self._descriptor)
             except OSError:
                 return True
             if not is_held or _is_open(self._path, self._descriptor):
@@ -335,6 +339,18 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
+def _continues(descriptor: int) -> bool:
+    """Name this process's launcher in a locked file; unlock it and return False if another one's claim lasts."""
+    said, mine = os.pread(descriptor, 4096, 0).decode(errors="replace"), launcher()
+    if said != mine:
+        if is_launcher_alive(said):
+            fcntl.lockf(descriptor, fcntl.LOCK_UN)
+            return False
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, mine.encode(), 0)
+    return True
+
+
 def _is_open(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
@@ -345,7 +361,7 @@ def _is_open(path: Path, descriptor: int) -> bool:
 def _unlock(path: Path, descriptor: int) -> None:
     """Remove a locked file if it is this process's, and close it."""
     with contextlib.suppress(OSError):
-        if _lock(descriptor) and _is_open(path, descriptor):
+        if _lock(descriptor) and _is_open(path, descriptor) and _continues(descriptor):
             path.unlink()
     os.close(descriptor)
 

@@ -20,7 +20,6 @@ import mmap
 import os
 import re
 import signal
-import socket
 import struct
 import sys
 import time
@@ -35,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_fsdp.comm.processes import Process
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
 
@@ -55,7 +55,6 @@ _NUMBER_OF = {phase: number for number, phase in enumerate(_PHASES)}
 _FRAMES_SHOWN = 4
 _MOST_BYTES = 1 << 28  # of a file that is read as a log
 _NAME = re.compile(r"rank-(\d{5,})(?:\.model-(\d+))?" + re.escape(SUFFIX))
-_START_FIELD = 19  # field 22 of proc(5), counted after the name in parentheses, which may hold anything
 
 
 class Mark(IntEnum):
@@ -106,59 +105,6 @@ def fold(so_far: int, phase: Phase, unit: int, num_bytes: int) -> int:
 
 
 # ---- who writes ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Process:
-    """The identity of a process, unique over machines and time."""
-
-    host: str
-    pid: int
-    # when it began, in clock ticks since the machine did; None if the system does not show it
-    started: int | None = None
-    namespace: str = ""  # where its number counts, where the system says (containers number their processes anew)
-
-    @property
-    def is_alive(self) -> bool | None:
-        """True if it still runs and is no zombie; None if it belongs to another machine or container."""
-        if (self.host, self.namespace) != (socket.gethostname(), _namespace()):
-            return None
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        return _started(self.pid) == self.started and _stat(self.pid)[:1] != ["Z"]
-
-
-def this_process() -> Process:
-    """Return the current process."""
-    return process_of(os.getpid())
-
-
-def process_of(pid: int) -> Process:
-    """Return a process of this machine."""
-    return Process(socket.gethostname(), pid, _started(pid), _namespace())
-
-
-def _namespace() -> str:
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _started(pid: int) -> int | None:
-    fields = _stat(pid)
-    return int(fields[_START_FIELD]) if len(fields) > _START_FIELD else None
 
 
 @dataclass(frozen=True)

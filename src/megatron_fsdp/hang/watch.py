@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from megatron_fsdp.comm.agreement import all_agree
+from megatron_fsdp.comm.processes import Process, this_process
 from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.config.switches import checked_timeout
 from megatron_fsdp.engine.engine import Engine, engine_of_model
@@ -27,18 +28,7 @@ from megatron_fsdp.engine.observer import ON_REQUEST, Observer, Phase, close_pha
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from megatron_fsdp.hang.explain import explain, state_of
-from megatron_fsdp.hang.log_file import (
-    Mark,
-    Process,
-    Ring,
-    UnitFacts,
-    Writer,
-    file_name,
-    rank_and_model,
-    read_folder,
-    read_log,
-    this_process,
-)
+from megatron_fsdp.hang.log_file import Mark, Ring, UnitFacts, Writer, file_name, rank_and_model, read_folder, read_log
 
 _RUN_KEY = "megatron_fsdp_hang_log_run"
 _MOST_HANDLES = 1024

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -19,10 +18,10 @@ import torch
 from megatron_fsdp.checkpoint.report import decided_by_first
 from megatron_fsdp.checkpoint.store import claim
 from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.processes import RUN_ID, is_launcher_alive, launcher
 from megatron_fsdp.config.switches import FOLDER_VARIABLE
 from megatron_fsdp.describe.text import in_bytes
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.hang.log_file import Process, process_of
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, facts_of, find_origin, with_saved_batch
 from megatron_fsdp.train.console import Say, console, header, library_messages, stamped
 from megatron_fsdp.train.data.preparation import prepare_data
@@ -52,7 +51,6 @@ FINAL_TIMES = 4  # factor for the samples of the final evaluation
 SUMMARY_FILE = "summary.json"
 HANG_FOLDER = "hang"
 _RESULTS_CLAIM, _SAVES_CLAIM = ".claim", ".claim-of-saves"  # one folder may be both
-_RUN_ID = "TORCHELASTIC_RUN_ID"
 
 
 def run_job(job: Job, rank: Rank) -> None:
@@ -155,7 +153,7 @@ def end_summary(job: Job, steps: int, *, is_interrupted: bool) -> str:
     """Describe the reason why a run ends here; empty if it has done all steps."""
     training, origins, saved = job.options.training, job.options.origins, job.options.checkpoint.save
     if is_interrupted and steps < job.train_iters:
-        return f"stopped and saved after {steps} steps; --load {saved} goes on from there"
+        return f"stopped and saved after {steps} steps; --load {saved} continues from there"
     if is_interrupted:
         return f"stopped and saved after all {steps} steps; --load {saved} --skip-train measures and shows the results"
     is_interval = training.exit_interval is not None and steps % training.exit_interval == 0
@@ -171,7 +169,7 @@ def end_summary(job: Job, steps: int, *, is_interrupted: bool) -> str:
 
 def claim_results(job: Job, held: ExitStack, *, goes_on: bool) -> Path:
     """Make the folder, or find that of the resumed run, for this run alone until `held` ends."""
-    name = os.environ.get(_RUN_ID, "none")
+    name = os.environ.get(RUN_ID, "none")
     if name == "none" or not re.fullmatch(r"[\w-]+", name):
         name = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}"
     folder = (job.options.reporting.out or Path("runs", name)).absolute()
@@ -197,9 +195,9 @@ def claim_folder(folder: Path, name: str, flag: str, job: Job, held: ExitStack) 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path.touch()
-        before, mine = path.read_text(), _launcher()
+        before, mine = path.read_text(), launcher()
         is_mine = bool(mine) and before == mine
-        is_free = is_mine or not _is_launcher_alive(before)
+        is_free = is_mine or not is_launcher_alive(before)
         # A rank before a restart may still be about to end.
         if not (is_free and claim(path, held)) and not (is_mine and job.restarts):
             raise ConfigurationError(
@@ -218,15 +216,3 @@ def claim_folder(folder: Path, name: str, flag: str, job: Job, held: ExitStack) 
                 path.write_text("x")
 
     held.push(release)
-
-
-def _launcher() -> str:
-    """Return the agent that restarts this rank, as JSON; empty without one."""
-    return to_json(asdict(process_of(os.getppid()))) if _RUN_ID in os.environ else ""
-
-
-def _is_launcher_alive(said: str) -> bool:
-    """Return whether an agent, as `_launcher` names it, lives on this machine; others cannot be seen from here."""
-    with suppress(ValueError, TypeError):
-        return Process(**json.loads(said)).is_alive is True
-    return False
