@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import AdamW8bit, ChainedOptimizer
-from megatron_fsdp.errors import RankError
+from megatron_fsdp.errors import RankError, text_of
 from megatron_fsdp.optim.full_tensor import exchange, muon
 from megatron_fsdp.optim.full_tensor import step as full_tensor_step
 from tests.optim.full_tensor.test_step import Factored
-from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks, refusal, same_on_ranks
+from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks, refusal
 from tests.support.optimizer_reference import ReferencePair, flat, matrices
 
 PLACES: dict[str, tuple[Any, str]] = {
@@ -34,14 +34,17 @@ MUON = {
 class Fault:
     """A function that fails at one of its calls on one rank; counts them on all."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, place: tuple[Any, str], at: int | None) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, place: tuple[Any, str], at: int | None, error: BaseException | None = None
+    ) -> None:
         self._original, self._at, self.calls = getattr(*place), at, 0
+        self._error = error or MemoryError("no room")
         patch.setattr(*place, lambda *args, **kwargs: self(*args, **kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
         if self.calls == self._at and dist.get_rank() == dist.get_world_size() - 1:
-            raise MemoryError("no room")
+            raise self._error
         return self._original(*args, **kwargs)
 
 
@@ -64,16 +67,17 @@ def fail_everywhere(make: Callable[[Sequence[Any]], torch.optim.Optimizer], plac
             pair.step(0)
         calls = of_ranks(counted.calls)[last]
         assert calls
-        for at in sorted({1, calls}):
+        for at, error in ((1, KeyboardInterrupt()), (1, MemoryError("no room")), (calls, MemoryError("no room"))):
             before = [param.full_tensor().clone() for param in pair.params]  # type: ignore[attr-defined]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(muon, "WAVE_BYTES", 1)
-                Fault(patch, place, at)
-                with pytest.raises(RankError) as raised:
+                Fault(patch, place, at, error)
+                with pytest.raises((RankError, KeyboardInterrupt)) as raised:
                     pair.step(0)
-            assert same_on_ranks(str(raised.value)) == (
-                f"the optimizer's step failed (rank {last}: MemoryError: no room); no weights were changed on any rank"
-            )
+            told = of_ranks(text_of(raised.value))
+            words = f"the optimizer's step failed (rank {last}: {text_of(error)}); no weights were changed on any rank"
+            own = error if isinstance(error, KeyboardInterrupt) else RankError(words)
+            assert told == [f"RankError: {words}"] * last + [text_of(own)]
             assert all(
                 torch.equal(param.full_tensor(), value)  # type: ignore[attr-defined]
                 for param, value in zip(pair.params, before, strict=True)

@@ -108,7 +108,7 @@ class AdamW8bit(Optimizer):
         # Of both moments; for this step: once a device, not once a parameter.
         codes = functools.cache(lambda device: (_Code.on(True, device), _Code.on(False, device)))
         shards: list[_LocalShard] = []
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             for group in self.param_groups:
                 float(group["lr"])
@@ -121,7 +121,7 @@ class AdamW8bit(Optimizer):
                             raise ConfigurationError(f"AdamW8bit was given {problem}")
                         state.update(self.first_state(param))
                     shards.append(_LocalShard(param, group, state, codes))
-        except Exception as met:  # noqa: BLE001 - the ranks that share blocks must raise, too
+        except BaseException as met:  # noqa: BLE001 - the ranks that share blocks must raise, too
             error = met
         self.agree(error)
         shared: dict[tuple[dist.ProcessGroup, ...], list[_LocalShard]] = {}  # those with blocks of several ranks
@@ -135,7 +135,7 @@ class AdamW8bit(Optimizer):
             shard.update()
         return loss
 
-    def agree(self, error: Exception | None) -> None:
+    def agree(self, error: BaseException | None) -> None:
         """Raise the error of any rank on all before scales of shared blocks are exchanged; collective if some are."""
         self._has_agreed = True
         live = [param for param in params_of(self) if isinstance(param, UnevenDTensor) and param.grad is not None]
@@ -196,7 +196,7 @@ class BlocksStep(ExchangingStep):
         super().begin(optimizer)
         cast(AdamW8bit, optimizer)._has_agreed = False
 
-    def agree(self, optimizer: Optimizer, error: Exception | None) -> None:
+    def agree(self, optimizer: Optimizer, error: BaseException | None) -> None:
         """Raise the error of a hook; collective, unless the step has agreed already."""
         own = cast(AdamW8bit, optimizer)
         if not own._has_agreed:

@@ -147,7 +147,7 @@ class ChainedStep(ExchangingStep):
         self._running: Optimizer | None = None
         self._has_begun = False  # a proxy of the running one steps: ours, or that of its own hooks
         self._stands_in = False
-        self._met: list[Exception | None] = []  # in each optimizer, in the step that is running
+        self._met: list[BaseException | None] = []  # in each optimizer, in the step that is running
         self._ranks: dict[DeviceMesh, Ranks] = {}
         before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
         for optimizer, way in members:
@@ -166,7 +166,7 @@ class ChainedStep(ExchangingStep):
         self._begun = None
         self._all(self._step)
 
-    def agree(self, optimizer: Optimizer, error: Exception | None) -> None:
+    def agree(self, optimizer: Optimizer, error: BaseException | None) -> None:
         """Join the agreement of each optimizer, whose steps a hook of the chain has prevented."""
         assert error is not None
         self._begun = None
@@ -189,7 +189,7 @@ class ChainedStep(ExchangingStep):
             except RankError as error:  # on all ranks together
                 self._met.append(error)
                 return
-            except Exception as error:  # noqa: BLE001 - see above
+            except BaseException as error:  # noqa: BLE001 - see above
                 self._met.append(error)
             else:
                 self._met.append(None)
@@ -201,7 +201,7 @@ class ChainedStep(ExchangingStep):
             optimizer.step()
         except RankError:
             raise
-        except Exception as error:
+        except BaseException as error:
             if self._stands_in or not self._has_begun:  # else it has done so by itself
                 way.fail(error)
             raise

@@ -33,6 +33,7 @@ from megatron_fsdp.optim.full_tensor.step import (
     OwnedStep,
     ReplicatedStep,
     inherits_declaration,
+    replicas_of,
     steps_owned,
     steps_replicated,
 )
@@ -317,6 +318,8 @@ def integrate(optimizer: Optimizer, engines: Engines, describes_state: bool) -> 
     hooks = _StepHooks(engines, step)
     if isinstance(step, ExchangingStep):
         _guard(optimizer, step, hooks)
+    elif isinstance(step, ReplicatedStep):
+        _agree_after(optimizer)
     optimizer.register_step_pre_hook(hooks.before)
     optimizer.register_step_post_hook(hooks.after)
     first = optimizer.register_step_post_hook(hooks.at_once_after)
@@ -420,6 +423,18 @@ def _moves_state(optimizer: Optimizer) -> bool:
     return any(engine_of(param).options.offload.optimizer_state for param in params_of(optimizer))
 
 
+def _agree_after(optimizer: Optimizer) -> None:
+    """Make a step whose closure is collective end with an agreement: an error of one rank is raised on all."""
+    original = optimizer.step
+
+    @functools.wraps(original)
+    def step(_optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with all_agree("the step of LBFGS", replicas_of(params_of(_optimizer))):
+            return original(*args, **kwargs)
+
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
 def _guard(optimizer: Optimizer, made: ExchangingStep, hooks: _StepHooks) -> None:
     """Make a step that fails on one rank fail on all, which wait for its results."""
     original = optimizer.step
@@ -438,7 +453,7 @@ def _guard(optimizer: Optimizer, made: ExchangingStep, hooks: _StepHooks) -> Non
             return original(*args, **kwargs)
         except RankError:
             raise  # on all ranks together
-        except Exception as error:
+        except BaseException as error:
             if not hooks.has_synced:  # a hook has failed before ours, in which other ranks reduce gradients
                 hooks.sync()
             made.fail(error)

@@ -31,7 +31,7 @@ class Step:
     def begin(self, optimizer: Optimizer) -> None:
         """Note that a step begins, before any of its hooks, one of which may fail on this rank alone."""
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Raise a RankError on all ranks, if others wait for this one, whose step has failed; collective then."""
 
     def hand_over(self) -> None:
@@ -48,13 +48,13 @@ class ExchangingStep(Step):
         """Note that other ranks will wait for this one."""
         self._begun = weakref.ref(optimizer)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Raise a RankError on all ranks, if they have not agreed in this step yet."""
         optimizer = None if self._begun is None else self._begun()
         if optimizer is not None:
             self.agree(optimizer, error)
 
-    def agree(self, optimizer: Optimizer, error: Exception | None) -> None:
+    def agree(self, optimizer: Optimizer, error: BaseException | None) -> None:
         """Raise the error of any rank on all ranks of the exchange; collective."""
         raise NotImplementedError
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import ChainedOptimizer, fully_shard, fully_shard_model, fully_shard_optimizer, steps_whole_tensors
-from megatron_fsdp.errors import ConfigurationError, RankError
+from megatron_fsdp.errors import ConfigurationError, RankError, text_of
 from tests.support.api_net import mesh, message_of
 from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.experts import FLAT, ListedExperts, build_with_experts, experts_of
-from tests.support.on_ranks import fixed_seed, on_ranks, refusal, same_on_ranks
+from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks, refusal, same_on_ranks
 from tests.support.optimizer_reference import ReferencePair, flat, matrices
 from tests.support.zoo import Block, build_dense
 
@@ -242,6 +243,28 @@ def test_a_closure_that_fails_on_one_rank_fails_on_all() -> None:
         "the closure of LBFGS failed (rank 1: MemoryError: no room for the loss)",
     )
     sharded.step(1)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("planted"), KeyboardInterrupt()], ids=repr)
+@on_ranks(3)
+def test_a_step_of_lbfgs_that_fails_on_one_rank_fails_on_all(error: BaseException) -> None:
+    """In the code of the optimizer itself: between two closures, and after the last one."""
+    original = torch.optim.LBFGS._add_grad
+    for at in (1, 4):
+        sharded, calls = Sharded("fixed", flat(0)), itertools.count(1)
+
+        def add_grad(*arguments: Any, calls: Iterator[int] = calls, at: int = at) -> None:
+            if next(calls) == at and dist.get_rank() == 2:
+                raise error
+            original(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.optim.LBFGS, "_add_grad", add_grad)
+            with pytest.raises((RankError, KeyboardInterrupt)) as raised:
+                sharded.step(0)
+        told = of_ranks(text_of(raised.value))
+        assert told[0] == told[1] == f"RankError: the step of LBFGS failed (rank 2: {text_of(error)})"
+        assert told[2] == ("KeyboardInterrupt" if isinstance(error, KeyboardInterrupt) else told[0])
 
 
 class OwnLBFGS(torch.optim.LBFGS):

@@ -160,7 +160,7 @@ class Ranks:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)  # this rank's place in the group
 
 
-def agreed(told: Mapping[Ranks, Mapping[int, Any]], error: Exception | None) -> dict[Ranks, dict[int, Any]]:
+def agreed(told: Mapping[Ranks, Mapping[int, Any]], error: BaseException | None) -> dict[Ranks, dict[int, Any]]:
     """All-gather ranks' reports over all meshes before results are used; raise on all if a rank failed. Collective.
 
     Each report has a number. If a rank has an `error`, all raise the same RankError; unless all have the same error of
@@ -183,7 +183,7 @@ class Met:
     is_ours: bool = False
 
     @classmethod
-    def of(cls, error: Exception | None) -> Met:
+    def of(cls, error: BaseException | None) -> Met:
         """Describe an error for the other ranks."""
         return cls() if error is None else cls(text_of(error), isinstance(error, MegatronFSDPError))
 

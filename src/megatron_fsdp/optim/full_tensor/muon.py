@@ -225,7 +225,7 @@ class MuonStep(ExchangingStep):
         """
         for mesh in dict.fromkeys(param.shard_spec.mesh for param in params_of(optimizer)):
             self._ranks_of(mesh)  # making groups may be collective: in one order on all ranks
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             matrices = list(self._matrices(optimizer))
             owners = self._owners(matrices)
@@ -234,7 +234,7 @@ class MuonStep(ExchangingStep):
             stepped = [matrices[place] for place in live]
             planned = self._waves(stepped, [owners[place] for place in live])
             messages = _reserve([exchange for _, exchange in planned], matrices[0].param.device)
-        except Exception as met:  # noqa: BLE001 - the other ranks must raise, too
+        except BaseException as met:  # noqa: BLE001 - the other ranks must raise, too
             error = met
         self.agree(optimizer, error)
         waves = [
@@ -252,7 +252,7 @@ class MuonStep(ExchangingStep):
         for wave in waves:
             wave.apply()
 
-    def agree(self, optimizer: Optimizer, error: Exception | None) -> None:
+    def agree(self, optimizer: Optimizer, error: BaseException | None) -> None:
         """Raise the error of any rank on all ranks of the meshes that step; collective."""
         self._begun = None
         params = params_of(optimizer)
@@ -316,7 +316,9 @@ class _Wave:
 
     def __init__(self, matrices: Sequence[_Matrix], messages: Messages, state: MutableMapping[Tensor, State]) -> None:
         self._matrices, self._messages, self._state = matrices, messages, state
-        self.error: Exception | None = None  # met on this rank by momentum or iteration; what is sent then is not used
+        self.error: BaseException | None = (
+            None  # met on this rank by momentum or iteration; what is sent then is not used
+        )
 
     def send(self) -> None:
         """Update momentum, and start to send operands to their owners."""
@@ -346,7 +348,7 @@ class _Wave:
         """Keep an error for later: the other ranks wait for this one's messages, and must raise, too."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - see above
+        except BaseException as error:  # noqa: BLE001 - see above
             self.error = error.with_traceback(None)  # which would keep the tensors
 
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
-from megatron_fsdp.comm.agreement import all_agree, gather_over
+from megatron_fsdp.comm.agreement import Groups, all_agree, gather_over, raise_together
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import show_grad, shown_grads
@@ -198,18 +198,18 @@ class OwnedStep(ExchangingStep):
             group.update({key: value for key, value in shown.items() if key != "params"})
         self._drop()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Report to the other ranks that the step has failed here, and raise the same RankError on all; collective."""
         super().fail(error)
         self._agreed(error)
         self._drop()
 
-    def agree(self, optimizer: Optimizer, error: Exception | None) -> None:
+    def agree(self, optimizer: Optimizer, error: BaseException | None) -> None:
         """Raise the error of a hook on all ranks, which wait for shards; collective."""
         self._running, self._begun = self._stepped(optimizer), None
         self._agreed(error)
 
-    def _agreed(self, error: Exception | None = None, tells: bool = False) -> dict[Ranks, dict[int, Any]]:
+    def _agreed(self, error: BaseException | None = None, tells: bool = False) -> dict[Ranks, dict[int, Any]]:
         """All-gather owners' reports of new state over all meshes; raise on all ranks if any has failed."""
         told: dict[Ranks, dict[int, Any]] = {each.ranks: {} for each in self._running}
         for each in self._running if tells else ():
@@ -217,7 +217,7 @@ class OwnedStep(ExchangingStep):
                 told[each.ranks][each.number] = _described(each.param, each.state or {})
         try:
             return agreed(told, error)
-        except RankError:
+        except BaseException:
             self._drop()
             raise
 
@@ -437,6 +437,12 @@ def steps_replicated(optimizer: Optimizer) -> bool:
     return type(optimizer) is torch.optim.LBFGS
 
 
+def replicas_of(params: Sequence[UnevenDTensor]) -> Groups:
+    """Return the groups of the ranks that hold the same parameters."""
+    spec = params[0].shard_spec
+    return (*spec.shard_groups, *spec.copy_groups) or (None,)
+
+
 class ReplicatedStep(Step):
     """Steps one LBFGS on full local tensors; between steps it holds none."""
 
@@ -465,8 +471,10 @@ class ReplicatedStep(Step):
 
         def evaluated() -> Any:
             assert self._made is not None
-            spec = self._params[0].shard_spec
-            groups = (*spec.shard_groups, *spec.copy_groups) or (None,)
+            spec, groups = self._params[0].shard_spec, replicas_of(self._params)
+            raise_together(
+                None, "the step of LBFGS", groups
+            )  # of a rank that has left it, before gradients are reduced
             with all_agree("the closure of LBFGS", groups, raises=RankError):
                 result = closure()
                 loss = float(result.detach() if isinstance(result, Tensor) else result)
