@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.comm.agreement import all_agree, raise_together
+from megatron_fsdp.comm.agreement import Groups, all_agree, raise_together
 from megatron_fsdp.comm.axis import address_of, broadcast
 from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.engine.engine import Engine
@@ -27,7 +27,8 @@ from megatron_fsdp.state.gathers import Entry, cut_into_buckets, gather, parts_o
 
 def full_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     """All-gather main weights by canonical name; copies, in their main dtype, the same on every rank. Collective."""
-    found = {name: full.clone() for name, full in iter_parameters(engine, DEFAULT_BUCKET_BYTES)}
+    with all_agree("full_parameters", engine.reaching_all):
+        found = {name: full.clone() for name, full in iter_parameters(engine, DEFAULT_BUCKET_BYTES)}
     return {name: found[name] for group in engine.groups() for name in group.names}
 
 
@@ -35,16 +36,21 @@ def full_gradients(engine: Engine) -> dict[str, torch.Tensor | None]:
     """All-gather the gradient of every trainable parameter by canonical name; None if it is None. Collective."""
     trainable = (name for group, _ in engine.groups_with_gradients() for name in group.names)
     found: dict[str, torch.Tensor | None] = dict.fromkeys(trainable)
-    found.update((name, full.clone()) for name, full in iter_gradients(engine, DEFAULT_BUCKET_BYTES))
+    with all_agree("full_gradients", engine.reaching_all):
+        found.update((name, full.clone()) for name, full in iter_gradients(engine, DEFAULT_BUCKET_BYTES))
     return found
 
 
-def _whole_main_weights(group: ParameterGroup) -> torch.Tensor:
-    """Return the main weights of a group (numel,): gathered if sharded, else the local tensor."""
+def _whole_main_weights(group: ParameterGroup, ranks: Groups) -> torch.Tensor:
+    """Return the main weights of a group (numel,): gathered if sharded, else the local tensor.
+
+    Ranks agree that each has memory before they gather.
+    """
     local = group.weights.main.local
     for axis, placement in zip(group.plan.axes, group.plan.placements.main_weight, strict=True):
         if placement is Placement.SHARD and axis.num_ranks > 1:  # outermost first: it was cut last
-            full = torch.empty(axis.num_ranks * local.numel(), dtype=local.dtype, device=local.device)
+            with all_agree("allocating full tensors", ranks):
+                full = torch.empty(axis.num_ranks * local.numel(), dtype=local.dtype, device=local.device)
             axis.all_gather(full, local, async_op=False)
             local = full
     return local
@@ -81,8 +87,11 @@ def shown_in_full(engine: Engine, module: nn.Module | None, writeback: bool, com
         facts["compute_dtype"] = str(compute_dtype)
     if compute_dtype:
         engine.refresh_weights()  # weight formats round by the amaxes of the weights as they were last installed
-    with engine.observers.during(Phase.WHOLE, ROOT_UNIT):
-        copies: _Copies = {unit.index: [_copies_of(group, compute_dtype) for group in unit.groups] for unit in units}
+    with engine.observers.during(Phase.WHOLE, ROOT_UNIT), all_agree("full_parameters_context", engine.reaching_all):
+        copies: _Copies = {
+            unit.index: [_copies_of(group, engine.reaching_all, compute_dtype) for group in unit.groups]
+            for unit in units
+        }
     try:
         for unit in units:
             unit.show_copies(copies[unit.index])
@@ -141,9 +150,9 @@ def _check(engine: Engine, units: Sequence[Unit], writeback: bool, compute_dtype
         )
 
 
-def _copies_of(group: ParameterGroup, compute_dtype: bool) -> list[nn.Parameter]:
+def _copies_of(group: ParameterGroup, ranks: Groups, compute_dtype: bool) -> list[nn.Parameter]:
     """Copy a group's weights: views of one new buffer, which take no gradient, since it would be lost."""
-    full = _whole_main_weights(group)
+    full = _whole_main_weights(group, ranks)
     if compute_dtype:
         full = group.weights.as_computed(full)
     if address_of(full) == address_of(group.weights.main.local):
@@ -271,7 +280,7 @@ def _stream(engine: Engine, entries: Sequence[Entry], bucket_bytes: int) -> Iter
             for entry in bucket:  # as by `param.data.mul_()` or clipping
                 if local_tensor(entry.tensor)._version != entry.version:
                     engine.refuse_open_pass(f"{entry.name} was written to")
-            full = gather(bucket, dtype, bucket_bytes // 2)
+            full = gather(bucket, dtype, bucket_bytes // 2, agreeing=engine.reaching_all)
             assert full is not None
             full.reverse()
             for entry in bucket:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.comm.agreement import Groups, all_agree
 from megatron_fsdp.comm.axis import Axis, all_gather_flat, as_sent, broadcast
 from megatron_fsdp.engine.group_plan import local_tensor
 from megatron_fsdp.engine.param_group import ParameterGroup
@@ -99,6 +101,7 @@ def gather(
     place: Place = (),
     receiver: Place | None = None,
     is_gathered: bool = False,
+    agreeing: Groups | None = None,
 ) -> list[list[torch.Tensor]] | None:
     """Gather tensors of one group, cast to a dtype before they are sent; collective.
 
@@ -109,6 +112,7 @@ def gather(
         place: Of this rank, where there is a receiver.
         receiver: The one rank that gets the tensors; None: all do.
         is_gathered: The entries hold all elements already, so that only parts are left to gather.
+        agreeing: Those that reach all ranks, which agree that each has memory before it sends; None: they do not.
 
     Returns:
         For each entry its full tensor, or one for each rank where parts are tensors of their own; None on ranks that
@@ -135,10 +139,11 @@ def gather(
     if receiver is not None and levels and place[levels[0][0]] != receiver[levels[0][0]]:
         _send_own(ordered, starts, levels[0], dtype, receiver)
         return None
-    full = torch.empty(layout.numel if is_whole else numel, dtype=dtype, device=plan.device)
-    for entry in ordered:
-        first = starts[entry.index] + layout.range_in(entry.index, held)[0]
-        full[first : first + entry.shard.numel()].copy_(entry.shard.reshape(-1))
+    with all_agree("allocating full tensors", agreeing) if agreeing is not None else nullcontext():
+        full = torch.empty(layout.numel if is_whole else numel, dtype=dtype, device=plan.device)
+        for entry in ordered:
+            first = starts[entry.index] + layout.range_in(entry.index, held)[0]
+            full[first : first + entry.shard.numel()].copy_(entry.shard.reshape(-1))
     for dim, axis, region in levels:
         target = None if receiver is None else receiver[dim]
         if is_whole:

@@ -1,5 +1,7 @@
 """Statistics and digests of parameters and gradients from their shards: one small collective per set of ranks.
 
+Before it, ranks agree that all have had memory for their part.
+
 *Statistics*: each rank describes its shards by nine numbers per tensor; these are gathered and merged on every rank in
 rank order:
 
@@ -24,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from megatron_fsdp.comm.agreement import Groups, all_agree
 from megatron_fsdp.comm.fingerprint import digest
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.observer import Phase
@@ -94,11 +97,12 @@ def _statistics(engine: Engine, locals_of: Locals) -> ModelStatistics:
     names: dict[ProcessGroups, list[str | None]] = {}  # None where there is no tensor
     merged: dict[str, torch.Tensor] = {}
     with engine.observers.during(Phase.WHOLE, ROOT_UNIT):
-        for group in engine.groups():
-            for index, local in enumerate(locals_of(group)):
-                ranks = shared_out_over(group, index)
-                rows.setdefault(ranks, []).append(_row(local, group.plan.device))
-                names.setdefault(ranks, []).append(None if local is None else group.names[index])
+        with all_agree("computing statistics", _calling(engine)):
+            for group in engine.groups():
+                for index, local in enumerate(locals_of(group)):
+                    ranks = shared_out_over(group, index)
+                    rows.setdefault(ranks, []).append(_row(local, group.plan.device))
+                    names.setdefault(ranks, []).append(None if local is None else group.names[index])
         for ranks, own in rows.items():
             gathered = zip(names[ranks], _gather(ranks, torch.stack(own)).unbind(1), strict=True)
             merged.update((name, found) for name, found in gathered if name is not None)
@@ -179,19 +183,26 @@ def _digests(engine: Engine, locals_of: Locals) -> dict[str, str]:
     labels = [unit.label for unit in engine.units]
     sums: dict[ProcessGroups, torch.Tensor] = {(): torch.zeros(len(labels), dtype=torch.int64, device=engine.device)}
     with engine.observers.during(Phase.WHOLE, ROOT_UNIT):
-        for position, unit in enumerate(engine.units):
-            for group in unit.groups:
-                for index, local in enumerate(locals_of(group)):
-                    over = shared_out_over(group, index)
-                    found = sums.setdefault(over, torch.zeros_like(sums[()]))
-                    if local is not None:
-                        start, _ = group.plan.layout.range_in(index, group.plan.main_region)
-                        found[position] += digest(local, group.names[index], start)
+        with all_agree("computing digests", _calling(engine)):
+            for position, unit in enumerate(engine.units):
+                for group in unit.groups:
+                    for index, local in enumerate(locals_of(group)):
+                        over = shared_out_over(group, index)
+                        found = sums.setdefault(over, torch.zeros_like(sums[()]))
+                        if local is not None:
+                            start, _ = group.plan.layout.range_in(index, group.plan.main_region)
+                            found[position] += digest(local, group.names[index], start)
         for over, found in sums.items():
             for ranks in over:
                 dist.all_reduce(found, group=ranks)
     total = torch.stack(list(sums.values())).sum(0)
     return {label: f"{value & (1 << 64) - 1:016x}" for label, value in zip(labels, total.tolist(), strict=True)}
+
+
+def _calling(engine: Engine) -> Groups:
+    """Return the groups of the ranks that call together; None is this one alone, where each holds everything."""
+    is_cut = any(shared_out_over(group, index) for group in engine.groups() for index in range(len(group.names)))
+    return engine.reaching_all if is_cut else (None,)
 
 
 def shared_out_over(group: ParameterGroup, index: int) -> ProcessGroups:
