@@ -246,6 +246,25 @@ def test_the_printed_average_equals_one_process_and_is_swapped_in_and_out(tmp_pa
 
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
+def test_asynchronous_saves_of_torch_hold_the_weights_as_of_the_call(tmp_path: Path, strategy: int) -> None:
+    model = wrap(strategy)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    train(model, optimizer, 1)
+    before = {name: value.clone() for name, value in model.full_parameters().items()}
+    group: Any = dist.new_group(backend="gloo")  # its thread communicates while the model does
+    saving: Any = dcp.async_save({"model": model.state_dict()}, checkpoint_id=tmp_path, process_group=group)
+    train(model, optimizer, 1, first=1)
+    saving.result()
+    assert largest_difference(model.full_parameters(), before) > 0
+    fresh = wrap(strategy)
+    state = {"model": fresh.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path)
+    fresh.load_state_dict(state["model"])
+    assert_equal_tensors(fresh.full_parameters(), before)
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(2)
 def test_shards_that_torch_cut_evenly_load_into_the_model_and_into_its_inner_module(strategy: int) -> None:
     given = {name: torch.randn_like(value) for name, value in build().named_parameters()}
     for value in given.values():

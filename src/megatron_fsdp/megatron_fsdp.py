@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ from megatron_fsdp.engine.memory_plan import bucket_count
 from megatron_fsdp.engine.observer import Observer
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode
-from megatron_fsdp.errors import ConfigurationError, explains_arguments, warn_caller
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, explains_arguments, warn_caller
 from megatron_fsdp.hang.watch import log_for_hangs, stop_logging_for_hangs
 from megatron_fsdp.optim.grad_norm import clip_gradients
 from megatron_fsdp.optim.optimizer import float32_by
@@ -733,6 +733,18 @@ class MegatronFSDP(nn.Module):
         return join_units(self._engine, calls, torch.zeros((), device=self.device) if hidden is None else hidden)
 
     take_part = join  # its earlier name
+
+    def join_hook(self, **_options: Any) -> NoReturn:
+        """Raise for torch's `Join`, which asks for a hook.
+
+        Raises:
+            NotSupportedYetError: Always.
+        """
+        raise NotSupportedYetError(
+            f"torch.distributed.algorithms.join.Join cannot take {type(self).__name__}, whose ranks gather weights in "
+            "each forward; leave Join out, and have ranks with fewer batches call model.join().backward() in each step "
+            "that others still have a batch for"
+        )
 
     @property
     def has_deferred_gradients(self) -> bool:

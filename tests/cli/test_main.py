@@ -77,7 +77,7 @@ def test_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "communication hidden 84.4%",
         "ranks 2 of 2, cpu",
         "",
-        "rank step time communication exposed hidden",
+        "rank step time (ms) communication (ms) exposed (ms) hidden",
         "0 0 0.00 0.00 0.00 83.3%",
         "1 0 0.00 0.00 0.00 88.9%",
     ]

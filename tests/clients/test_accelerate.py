@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from tests.conftest import RunRanks
-from tests.support.on_ranks import fixed_seed, on_ranks
+from tests.support import language_models
+from tests.support.on_ranks import fixed_seed, on_ranks, refusal
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -111,6 +113,23 @@ def test_its_loop_trains_as_one_process_and_goes_on_with_other_ranks(
 ) -> None:
     run_ranks(2, loop, str(tmp_path), strategy, 0, 2)
     run_ranks(1, loop, str(tmp_path), strategy, 2, 3)
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(2)
+def test_savers_that_write_on_the_first_rank_are_refused_on_all(tmp_path: Path, strategy: int) -> None:
+    """Its own of a wrapper, and that of peft of the module inside."""
+    peft = pytest.importorskip("peft")
+    adapters = peft.get_peft_model(language_models.build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model, adapted = (fully_shard_model(each, zero_dp_strategy=strategy) for each in (build(), adapters))
+    with started():
+        accelerator = accelerate.Accelerator(cpu=True)
+        for save in (partial(accelerator.save_model, model), adapters.save_pretrained, adapted.save_pretrained):
+            text = refusal(save, f"{tmp_path}/saved")
+            assert (
+                "call on all ranks save_checkpoint(" in text or "save_adapter(model, folder) for the adapters" in text
+            )
+    assert list(tmp_path.rglob("*.safetensors")) == []
 
 
 @on_ranks(2)

@@ -39,8 +39,10 @@ from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpo
 from megatron_fsdp.checkpoint.hf import load_adapter, load_hf, save_adapter, save_hf
 from megatron_fsdp.config.engine_options import MESSAGE_VARIABLE
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
+from megatron_fsdp.doctor import check_parity
+from megatron_fsdp.state import statistics
 from megatron_fsdp.trace import trace
-from megatron_fsdp.weights import WeightSource
+from megatron_fsdp.weights import WeightSource, send
 from tests.conftest import RunRanks
 from tests.support.on_ranks import of_ranks, on_ranks
 from tests.support.worker_pool import WorkerError
@@ -118,21 +120,25 @@ def with_variable(name: str, value: str) -> Call:
     return call
 
 
-def without_memory(number: int) -> Call:
-    """Wrapping in which an allocation fails."""
+def without_memory(
+    act: Callable[[Any], Any],
+    number: int = 0,
+    place: tuple[Any, str] = (torch, "empty"),
+    make: Callable[[], Any] | None = None,
+) -> Call:
+    """A call on a trained model in which a function, such as an allocation, fails."""
 
     def call(bad: bool) -> None:
-        real, left = torch.empty, [number]
+        real, left, made = getattr(*place), [number], (make or trained)()
 
-        def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def fails(*args: Any, **kwargs: Any) -> Any:
             left[0] -= 1
             if bad and left[0] < 0:
                 raise torch.OutOfMemoryError("planted")
             return real(*args, **kwargs)
 
-        module, optimizer = both_of()
-        with mock.patch.object(torch, "empty", empty):
-            fully_shard(module, optimizer)
+        with mock.patch.object(*place, fails):
+            act(made)
 
     return call
 
@@ -382,7 +388,20 @@ def calls() -> dict[str, Call]:
             (module := net()), torch.optim.SGD((net() if bad else module).parameters(), lr=0.1)
         ),
         MESSAGE_VARIABLE: with_variable(MESSAGE_VARIABLE, "x"),
-        "without memory 0": without_memory(0),
+        "without memory 0": without_memory(lambda pair: fully_shard(*pair), make=both_of),
+        "parameter_statistics(memory)": without_memory(MegatronFSDP.parameter_statistics, 1, (statistics, "_row")),
+        "gradient_statistics(memory)": without_memory(MegatronFSDP.gradient_statistics, 1, (statistics, "_row")),
+        "parameter_digests(memory)": without_memory(MegatronFSDP.parameter_digests, 1, (statistics, "digest")),
+        "full_parameters_context(memory)": without_memory(lambda made: shown(made, None)),
+        "full_parameters_context(memory of a cast)": without_memory(
+            lambda made: shown(made, None, compute_dtype=True), 1, (torch.Tensor, "to")
+        ),
+        "full_parameters(memory)": without_memory(MegatronFSDP.full_parameters, 1),
+        "full_gradients(memory)": without_memory(MegatronFSDP.full_gradients, 1),
+        "iter_full_tensors(memory)": without_memory(lambda made: list(made.iter_full_tensors(1)), 1),
+        "check_parity(steps)": given("steps", 0, 1, parity),
+        "check_parity(other steps)": given("steps", 2, 1, parity),
+        "check_parity(device)": given("device", "nothing", "cpu", parity),
         "fully_shard_optimizer(foreign)": optimizer_of(nn.Parameter(torch.ones(2))),
         "fully_shard_optimizer(unsharded)": lambda bad: (
             made := model(),
@@ -451,6 +470,12 @@ def calls() -> dict[str, Call]:
         "trace(steps)": given("steps", 0, 1, traces),
         "trace(model)": given("model", 3, None, traces),
         "experimental.save_checkpoint(optimizer)": given("optimizer", 3, None, saves_in_place),
+        "experimental.fully_shard_context(first call)": given("divisors", (0, 1), (1, 1), shards_in_place),
+        "experimental.fully_shard_context(second call)": given("divisors", (1, 0), (1, 1), shards_in_place),
+        "MegatronFSDPManager(model)": manages("MegatronFSDP"),
+        "FSDP2Manager(model)": manages("FSDP2"),
+        "DDPManager(model)": manages("DDP"),
+        "send(packed_bytes)": lambda bad: send(WeightSource(model()), None, packed_bytes="x" if bad else 100),  # type: ignore[arg-type]
         "fsdp2.fully_shard_optimizer(type)": given("optimizer", 3, None, connects_in_place),
         "create_ring_ulysses_mesh(degrees)": given("ring_degree", 5, 1, rings),
         "build_mesh_context(sizes)": given("tp_size", 5, 1, meshes),
@@ -548,6 +573,16 @@ def passes(**given: Any) -> None:
     list(WeightSource(model(), **given))
 
 
+def parity(**given: Any) -> None:
+    check_parity(
+        net, torch.ones(12, 8), loss_fn=loss_of, **{"steps": 1, "strategies": (0,), "checkpoint": False, **given}
+    )
+
+
+def loss_of(made: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return made(batch).square().mean()
+
+
 def distributed_optimizer(**given: Any) -> None:
     made = ddp()
     arguments = {"model": made, **{name: value for name, value in given.items() if value is not None}}
@@ -572,6 +607,27 @@ def saves_in_place(optimizer: Any) -> None:
     made(torch.ones(2, 8)).sum().backward()
     with tempfile.TemporaryDirectory() as folder:
         experimental.save_checkpoint(made, own if optimizer is None else optimizer, of_ranks(folder)[0])
+
+
+def shards_in_place(divisors: tuple[int, int]) -> None:
+    made, cut, mesh = net(), [Shard(0)], init_device_mesh("cpu", (dist.get_world_size(),))
+    with experimental.fully_shard_context("cpu"):
+        for module, divisor in zip(made.children(), divisors, strict=True):
+            placements = experimental.Placements([0], cut, cut, cut)
+            experimental.fully_shard(module, mesh, placements, grad_divisor=divisor)
+
+
+def manages(kind: str) -> Call:
+    """A model that a manager of automodel makes parallel."""
+    from transformers import LlamaForCausalLM
+
+    def call(bad: bool) -> None:
+        config = CONFIGS[kind](backend="gloo")
+        given = {} if kind == "DDP" else {"device_mesh": am.build_mesh_context(config=config).device_mesh}
+        made = LlamaForCausalLM(config_of_llama())
+        getattr(am, f"{kind}Manager")(config, **given).parallelize(3 if bad else made)
+
+    return call
 
 
 def connects_in_place(optimizer: Any) -> None:
@@ -719,6 +775,22 @@ def steps_with(rate: Any) -> Call:
     return call
 
 
+class Moody(torch.optim.SGD):
+    """Somebody's own."""
+
+    def step(self, closure: Any = None) -> Any:
+        if dist.get_rank() == 1:
+            raise KeyError("mine")
+        return super().step(closure)
+
+
+def steps_moody(_bad: bool) -> None:
+    made, optimizer = fully_shard((module := net()), Moody(module.parameters(), lr=0.1), fsdp_unit_modules=[nn.Linear])
+    step(made)
+    optimizer.step()
+    step(made)
+
+
 def assigns(value: Any) -> Call:
     def call(bad: bool) -> None:
         made = model()
@@ -758,6 +830,7 @@ TOLD: dict[str, Call] = {
     "a backward is skipped": skips_a_backward,
     "no_sync": defers,
     "lr": steps_with("x"),
+    "an optimizer's own step": steps_moody,
     "data": assigns(torch.ones(3)),
     "dtype of data": assigns(torch.ones(8, 8, dtype=torch.float64)),
     "dtype of a batch": gets(torch.ones(2, 8, dtype=torch.float64)),

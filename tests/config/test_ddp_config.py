@@ -127,7 +127,7 @@ reuse_grad_buf_for_mxfp8_param_ag=True needs fp8_param_gather=True; set both or 
 give only one of them.
 {PATTERNS}='all' is not a tuple of strings; write a tuple such as ('*norm*',).
 num_buckets=2 and bucket_size=10 both cut gradients into buckets; give only one of them.
-fp8_param_gather=True and fp4_param_gather=True both choose the format in which parameters are kept and travel; \
+fp8_param_gather=True and fp4_param_gather=True both choose the format in which parameters are kept and gathered; \
 give only one of them.
 overlap_grad_reduce='yes' is not a bool; give True or False.
 megatron_fsdp_grad_comm_dtype=torch.int32 cannot be used; {FOUR}

@@ -319,14 +319,15 @@ def test_reading_the_memory_of_a_sharded_tensor_is_refused_in_words() -> None:
 @on_ranks(2)
 def test_initialisations_that_address_elements_are_those_of_one_process() -> None:
     register_with_torch()
-    case = next(case for case in CASES if case.name == "inside rows")
-    tensor, whole = case.tensor(make_mesh(case.sizes)), case.whole()
-    initialise: list[Callable[[Tensor], Tensor]] = [
-        nn.init.eye_,
-        nn.init.orthogonal_,
-        lambda given: nn.init.sparse_(given, 0.4),
+    matrix, kernel = (UnevenCase("inside rows", shape, (2,), (0,), (0.4,)) for shape in ((5, 3), (3, 2, 5)))
+    initialise: list[tuple[UnevenCase, Callable[[Tensor], Tensor]]] = [
+        (matrix, nn.init.eye_),
+        (matrix, nn.init.orthogonal_),
+        (matrix, lambda given: nn.init.sparse_(given, 0.4)),
+        (kernel, nn.init.dirac_),
     ]
-    for each in initialise:
+    for case, each in initialise:
+        tensor, whole = case.tensor(make_mesh(case.sizes)), case.whole()
         for given in (tensor, whole):
             torch.manual_seed(3)
             each(given)

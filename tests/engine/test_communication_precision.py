@@ -125,7 +125,7 @@ def test_where_the_switch_cannot_take_effect_it_says_so_alike_on_every_rank(num_
         switched("fully_shard", policy=MixedPrecisionPolicy(grad_comm_dtype=FP64))
         switched("config", policy=MixedPrecisionPolicy(grad_comm_dtype=FP16))
     assert [str(warning.message) for warning in caught if SWITCH in str(warning.message)] == [
-        f"{SWITCH}=True changes no sum here, since gradients travel in {dtype} and are added in it; set "
+        f"{SWITCH}=True changes no sum here, since gradients are communicated in {dtype} and are added in it; set "
         "grad_comm_dtype=torch.bfloat16 to halve what is sent, or leave the switch out"
         for dtype in ("torch.float32", "torch.float64")
         if num_ranks > 1 and dist.get_rank() == 0  # a single rank adds nothing up; the first says it for all

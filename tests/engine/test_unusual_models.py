@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import parametrize
 
-from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import MegatronFSDP, experimental, fsdp2, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError, ScheduleError, ShardOperationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid
@@ -312,11 +314,29 @@ REFUSALS: dict[str, tuple[Any, ...]] = {
         lambda _: fully_shard_model(nn.ModuleDict({"a\nb": nn.Linear(2, 2)})),
         r"'a\nb.weight' holds control characters, which no key of a checkpoint may; rename it",
     ),
+    "a newline in a name, as in PyTorch": (
+        lambda _: fsdp2.fully_shard(nn.Sequential(nn.ModuleDict({"a\nb": nn.Linear(2, 2)}))),
+        r"'0.a\nb.weight' holds control characters, which no key of a checkpoint may; rename it",
+    ),
+    "a newline in a name, in place": (
+        lambda _: in_place(nn.Sequential(nn.ModuleDict({"a\nb": nn.Linear(2, 2)}))),
+        r"'0.a\nb.weight' holds control characters, which no key of a checkpoint may; rename it",
+    ),
+    "Join": (
+        lambda model: Join([model]).__enter__(),
+        "leave Join out, and have ranks with fewer batches call model.join().backward() in each step",
+    ),
     "fused SGD": (
         lambda model: fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, fused=True)),
         "SGD with fused=True cannot update sharded parameters",
     ),
 }
+
+
+def in_place(module: nn.Module) -> None:
+    mesh, cut = init_device_mesh("cpu", (2,)), [Shard(0)]
+    with experimental.fully_shard_context("cpu"):
+        experimental.fully_shard(module, mesh, experimental.Placements([0], cut, cut, cut))
 
 
 @pytest.mark.unmerged

@@ -178,7 +178,7 @@ def test_an_interrupted_run_is_saved_and_goes_on(run_ranks: RunRanks, data: tupl
     shown, errors = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, errors) == (143, "stopped; what was written so far is kept\n")
     done = len(metrics(first))
-    assert f"stopped and saved after {done} steps; --load {folder} goes on from there" in " ".join(shown.split())
+    assert f"stopped and saved after {done} steps; --load {folder} continues from there" in " ".join(shown.split())
     assert (folder / POINTER).read_text().strip() == str(done)
     more = ("--train-iters", str(done + 3), "--save", str(tmp_path / "second"))
     shown, _ = run(*same, *more, "--load", str(folder), "--out", str(tmp_path / "second_out"))

@@ -38,7 +38,7 @@ from megatron_fsdp.automodel.meshes import (
 )
 from megatron_fsdp.automodel.multimodal import frozen_towers, layers_to_recompute
 from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
-from megatron_fsdp.comm.agreement import all_agree
+from megatron_fsdp.comm.agreement import all_agree, default_if_all
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.errors import ConfigurationError, warn_caller
@@ -83,12 +83,17 @@ class _Manager:
         return dist.get_world_size()
 
 
-def _refuse_parallel_model(model: nn.Module) -> None:
-    found = next((part for part in model.modules() if isinstance(part, _PARALLEL)), None)
-    if found is not None:
-        raise ConfigurationError(
-            f"the model is parallel already (it has a {type(found).__name__}); give one that is not"
-        )
+def _check_model(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Raise on all ranks of a mesh, or all there are, for what is no plain model on one of them."""
+    groups = () if mesh is None else default_if_all(mesh.get_all_groups()) or (None,)
+    with all_agree("making the model parallel", groups):
+        found = next((part for part in model.modules() if isinstance(part, _PARALLEL)), None)
+        if found is not None:
+            raise ConfigurationError(
+                f"the model is parallel already (it has a {type(found).__name__}); give one that is not"
+            )
+        if mesh is not None:
+            find_layers(model)
 
 
 def shard_by_layers(
@@ -228,13 +233,12 @@ class FSDP2Manager(_Manager):
             ConfigurationError: The model is parallel already, has no layers or does not fit a size.
         """
         config, mesh = self.config, self.device_mesh
-        _refuse_parallel_model(model)
+        _check_model(model, mesh)
         if config.offload_policy is not None and config.offload_policy.pin_memory and mesh.device_type == "cpu":
             raise ConfigurationError(
                 "offload_policy pins memory, for which there is no accelerator here; give "
                 "CPUOffloadPolicy(pin_memory=False)"
             )
-        find_layers(model)
         if config.patch_is_packed_sequence:
             forwards.assume_no_packed_sequences(model)
         experts = divide(model, config, mesh, self.moe_mesh)
@@ -370,8 +374,7 @@ class MegatronFSDPManager(_Manager):
             ConfigurationError: The model is parallel already, has no layers or does not fit a size.
         """
         mesh = self.device_mesh
-        _refuse_parallel_model(model)
-        find_layers(model)
+        _check_model(model, mesh)
         if optimizer is not None and (mesh["tp"].size() > 1 or self.moe_mesh is not None):
             raise ConfigurationError(
                 f"an optimizer cannot be given with {'tp_size' if self.moe_mesh is None else 'ep_size'} > 1, which "
@@ -508,7 +511,7 @@ class DDPManager(_Manager):
             ConfigurationError: The model is parallel already, on the meta device or wholly frozen, or
                 `activation_checkpointing` is on and it has no layers.
         """
-        _refuse_parallel_model(model)
+        _check_model(model, None)
         if any(param.is_meta for param in model.parameters()):
             raise ConfigurationError(
                 "the model is on the meta device; give DDP one with weights, or use from_pretrained"

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_fsdp.cli.output import write_facts, write_json, write_line, write_table
 from megatron_fsdp.config.command_parser import EXIT_SAME
 
-_COLUMNS = ("rank", "step", "time", "communication", "exposed", "hidden")
+_COLUMNS = ("rank", "step", "time (ms)", "communication (ms)", "exposed (ms)", "hidden")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

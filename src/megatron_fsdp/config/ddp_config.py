@@ -84,9 +84,9 @@ EXCLUSIONS = (
         "choose which gradients accumulate in float32",
     ),
     Exclusion("num_buckets", "bucket_size", "cut gradients into buckets"),
-    Exclusion("fp8_param_gather", "fp4_param_gather", "choose the format in which parameters are kept and travel"),
-    Exclusion("megatron_fsdp_weight_format", "fp8_param_gather", "choose the format in which parameters travel"),
-    Exclusion("megatron_fsdp_weight_format", "fp4_param_gather", "choose the format in which parameters travel"),
+    Exclusion("fp8_param_gather", "fp4_param_gather", "choose the format in which parameters are kept and gathered"),
+    Exclusion("megatron_fsdp_weight_format", "fp8_param_gather", "choose the format in which parameters are gathered"),
+    Exclusion("megatron_fsdp_weight_format", "fp4_param_gather", "choose the format in which parameters are gathered"),
 )
 
 NEEDS = (

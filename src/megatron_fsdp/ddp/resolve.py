@@ -220,6 +220,6 @@ def _notes(config: DistributedDataParallelConfig, strategy: ShardingStrategy, bu
     if config.keep_fp8_transpose_cache and config.fp8_param_gather:
         yield "linears multiply float8 weights (weight_format='fp8_compute'): keep_fp8_transpose_cache"
     if config.grad_reduce_in_fp32:
-        yield "gradients accumulate and travel in torch.float32: grad_reduce_in_fp32"
+        yield "gradients accumulate and are reduced in torch.float32: grad_reduce_in_fp32"
     if config.use_megatron_fsdp and strategy >= ShardingStrategy.optim_grads and not config.overlap_grad_reduce:
         yield f"overlap_grad_reduce is always on with {strategy.name}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp.checkpoint import Checkpointer
-from megatron_fsdp.comm.agreement import Problem, ask, first_problem, gather_objects
+from megatron_fsdp.comm.agreement import Problem, all_agree, ask, first_problem, gather_objects
 from megatron_fsdp.config.strategy import resolve_strategy
 from megatron_fsdp.doctor.compare import compare
 from megatron_fsdp.doctor.local_ranks import run_on_ranks
@@ -37,7 +37,7 @@ from megatron_fsdp.doctor.training import (
     require_count,
     slices_of_ranks,
 )
-from megatron_fsdp.errors import ConfigurationError, RankError
+from megatron_fsdp.errors import ConfigurationError, RankError, words_of
 from megatron_fsdp.fully_shard import fully_shard
 
 Result = TypeVar("Result")
@@ -116,11 +116,13 @@ def check_parity(
         max_norm=max_norm,
         reduction=reduction,
         seed=seed,
-        part_allowed=tolerance,
+        tolerance=tolerance,
         checkpoint=checkpoint,
         checkpoint_dir=checkpoint_dir,
     )
-    _require_possible(task)
+    same = {name: repr(value) for name, value in vars(task).items() if not name.endswith(("_fn", "batch"))}
+    with all_agree("check_parity", facts={**same, "device": repr(device)}):
+        _require_possible(task)
     report: ParityReport = run_on_ranks(_check, task, ranks, device, timeout_s)
     return report
 
@@ -159,9 +161,9 @@ def _together(act: Callable[[], Result], failing: str) -> Result:
     try:
         result = act()
     except Exception as error:  # noqa: BLE001 - the other ranks must raise it too
-        failure, problem = error, (ConfigurationError, str(error))
-        if not isinstance(error, ConfigurationError):
-            problem = RankError, f"{failing}:\n{''.join(traceback.format_exception(error)).strip()}"
+        failure, problem = error, (RankError, f"{failing}:\n{''.join(traceback.format_exception(error)).strip()}")
+        if isinstance(error, ConfigurationError):
+            problem = ConfigurationError, words_of(error)
     ask([(dist.group.WORLD, problem)], first_problem, failure)
     return cast(Result, result)
 
@@ -188,8 +190,8 @@ def _require_possible(task: Task) -> None:
     require_count("microbatches", task.microbatches)
     if task.reduction not in ("mean", "sum"):
         raise ConfigurationError(f'reduction is {task.reduction!r}; give "mean" or "sum"')
-    if task.part_allowed is not None and not 0 <= task.part_allowed < 1:
-        raise ConfigurationError(f"tolerance is {task.part_allowed!r}; give a part from 0 to 1, such as 1e-5, or None")
+    if task.tolerance is not None and not 0 <= task.tolerance < 1:
+        raise ConfigurationError(f"tolerance is {task.tolerance!r}; give a part from 0 to 1, such as 1e-5, or None")
     if not task.strategies and task.shard_fn is None:
         raise ConfigurationError("strategies is empty; give one of 0 to 3 at least, or a shard_fn")
     for strategy in task.strategies:

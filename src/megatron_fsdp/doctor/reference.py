@@ -130,8 +130,8 @@ class _OneProcess:
         complex_name = next((name for name, param in params.items() if param.is_complex()), None)
         if complex_name is not None:
             raise ConfigurationError(f"`{complex_name}` is complex; only real parameters can be compared")
-        if self.task.part_allowed is not None:
-            return Tolerance(self.task.part_allowed)
+        if self.task.tolerance is not None:
+            return Tolerance(self.task.tolerance)
         coarsest = max((_BY_DTYPE.get(param.dtype, 0.0) for param in params.values()), default=0.0)
         return Tolerance(coarsest or _BY_DTYPE[torch.float32])
 

@@ -42,7 +42,7 @@ class Task:
     max_norm: float | None = 1.0
     reduction: Literal["mean", "sum"] = "mean"
     seed: int = 0
-    part_allowed: float | None = None  # `tolerance` of `check_parity`
+    tolerance: float | None = None
     checkpoint: bool = True
     checkpoint_dir: str | None = None
     made: tuple[Any, ...] = ()  # the batch of each step, so that every run gets the same one

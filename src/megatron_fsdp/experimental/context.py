@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron_fsdp.comm.agreement import raise_together
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.streams import default_device, resolve_device
 from megatron_fsdp.config.engine_options import (
@@ -99,8 +100,11 @@ class FsdpContext:
             raise ScheduleError("no module of this context is sharded, or all were deleted; keep the model")
         return engine
 
-    def finalize(self) -> None:
+    def finalize(self, error: BaseException | None = None) -> None:
         """Make the engine of all modules that were sharded. Collective; no-op if it was made already.
+
+        Args:
+            error: The error with which this rank leaves the block; raised on all.
 
         Raises:
             ConfigurationError: Ranks have sharded different modules, or in different ways.
@@ -112,6 +116,8 @@ class FsdpContext:
         roots = [module for module in modules if id(module) not in inside]
         self._roots = list(map(weakref.ref, roots))
         if not roots:
+            if error is not None:
+                raise_together(error, "sharding modules")
             return
         memory = MemoryOptions(allocator=WeightAllocator.RESIZE)
         if self.use_symmetric_memory:
@@ -121,7 +127,7 @@ class FsdpContext:
             verify_ranks_s=resolve_verify_ranks(None),
             skip_order=resolve_skip_order(self._ranks_may_skip_units, roots[0]),
         )
-        engine = finish_in_place(roots, options, self.at_once, _WORDS)
+        engine = finish_in_place(roots, options, self.at_once, _WORDS, error)
         self._engine = weakref.ref(engine)
         for handle in self._refusals:
             handle.remove()
@@ -205,6 +211,9 @@ def fully_shard_context(
     token = _OPEN.set(context)
     try:
         yield context
+    except BaseException as error:
+        context.finalize(error)
+        raise
     finally:
         _OPEN.reset(token)
     context.finalize()

@@ -282,7 +282,7 @@ class Explanation:
     def __str__(self) -> str:
         sentences = [text for finding in self.findings for text in finding.sentences]
         rows = [
-            f"  rank {row.rank}{f' model {row.model}' if row.model else ''}{' (odd)' if row.is_odd else ''}: "
+            f"  rank {row.rank}{f' model {row.model}' if row.model else ''}{' (suspect)' if row.is_odd else ''}: "
             f"{row.doing}; {row.operations} operations, quiet for {row.quiet_s:.1f} s, process {row.process}"
             for row in sorted(self.rows, key=lambda row: not row.is_odd)[:_ROWS_SHOWN]
         ]

@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron_fsdp.checkpoint.hf.live import unwrap
 from megatron_fsdp.comm.agreement import all_agree
-from megatron_fsdp.errors import ConfigurationError, RankError
+from megatron_fsdp.errors import ConfigurationError, RankError, text_of
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.weights.source import Named, WeightSource
 
@@ -89,10 +89,11 @@ def send(
             on_start()
         if on_update is not None:
             on_update(info)
-    sizes = [meta.nbytes for meta in source.metadata()]
+        sizes = [meta.nbytes for meta in source.metadata()]
+        chunks = list(_chunks(sizes, packed_bytes))
     tensors: Any = iter(source)
     sent = 0
-    for start, stop in _chunks(sizes, packed_bytes):
+    for start, stop in chunks:
         parts = [next(tensors) for _ in range(start, stop)]
         if group is not None:
             try:
@@ -100,7 +101,7 @@ def send(
                 group.broadcast([chunk], _from_first()).wait()
             except Exception as error:  # noqa: BLE001  told to the others
                 last = f"{sent} of {len(sizes)} tensors were sent, the last before {parts[0][0]}"
-                tensors.throw(RankError(f"{last}: {type(error).__name__}: {error}"))
+                tensors.throw(RankError(f"{last}: {text_of(error)}"))
             sent += len(parts)
         del parts
     next(tensors, None)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from megatron_fsdp.comm.agreement import all_agree
+from megatron_fsdp.comm.agreement import all_agree, default_if_all
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.engine.engine import OWNED_ENGINE, Engine
 from megatron_fsdp.engine.group_plan import (
@@ -28,7 +28,7 @@ from megatron_fsdp.engine.group_plan import (
 )
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.errors import WRAPPER_WORDS, ConfigurationError, DoorWords
+from megatron_fsdp.errors import WRAPPER_WORDS, ConfigurationError, DoorWords, check_keys
 from megatron_fsdp.optim.step import replaced_name
 from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all
 from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, aliases_in, parameter_owners
@@ -119,6 +119,7 @@ def _owned_parameters(tree: nn.Module, ignored: frozenset[int]) -> dict[str, nn.
 
 
 def _check_parameters(params: Mapping[str, nn.Parameter], label: str) -> None:
+    check_keys(params)
     for name, param in params.items():
         if (taken := replaced_name(param)) is not None:
             raise ConfigurationError(
@@ -140,7 +141,11 @@ def units_inside(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 
 
 def finish_in_place(
-    roots: Sequence[nn.Module], options: EngineOptions, mode: SyncMode, words: DoorWords = WRAPPER_WORDS
+    roots: Sequence[nn.Module],
+    options: EngineOptions,
+    mode: SyncMode,
+    words: DoorWords = WRAPPER_WORDS,
+    error: BaseException | None = None,
 ) -> Engine:
     """Make the engine of modules that were sharded in place, and hand it to them. Collective.
 
@@ -149,6 +154,7 @@ def finish_in_place(
         options: The options of the model.
         mode: The switches of an empty root unit, where there are several roots.
         words: Remedies, as the interface calls them.
+        error: This rank's, with which it cannot go on; raised on all.
 
     Raises:
         ConfigurationError: Ranks have sharded different units, or in different ways.
@@ -158,7 +164,9 @@ def finish_in_place(
     meshes = tuple({id(plan.rank_mesh): plan.rank_mesh for unit in units for plan in unit.group_plans}.values())
     for rank_mesh in meshes:
         connect_all_ranks(rank_mesh)
-        with all_agree("sharding modules", (rank_mesh.group,)) as facts:
+        with all_agree("sharding modules", default_if_all((rank_mesh.group,)) or (None,)) as facts:
+            if error is not None:
+                raise error
             facts |= _facts(units, rank_mesh) | {"ranks_may_skip_units": str(options.skip_order)}
     device = next(plan.device for unit in units for plan in unit.group_plans)
     ranks = Ranks(device=device, meshes=meshes, reaching_all=groups_reaching_all(meshes))

@@ -293,7 +293,7 @@ def _warn_of_dtypes(units: Sequence[Unit], ranks: Ranks, options: EngineOptions)
         travelling = {group.plan.precision.grad_comm for group in trained}
         if travelling and all(dtype.itemsize > 2 for dtype in travelling):
             warn_caller(
-                "reduce_scatter_with_fp32_accumulation=True changes no sum here, since gradients travel in "
+                "reduce_scatter_with_fp32_accumulation=True changes no sum here, since gradients are communicated in "
                 f"{', '.join(sorted(map(str, travelling)))} and are added in it; set grad_comm_dtype=torch.bfloat16 to "
                 "halve what is sent, or leave the switch out",
                 is_first=ranks.is_first,

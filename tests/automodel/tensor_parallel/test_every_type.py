@@ -21,7 +21,7 @@ from megatron_fsdp.automodel.tensor_parallel.parallelize import SEQUENCE_PARALLE
 from megatron_fsdp.errors import ConfigurationError
 from tests.support.arrangements import mesh_of
 from tests.support.language_models import NO_DROPOUT
-from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
+from tests.support.on_ranks import fixed_seed, on_ranks, refusal, same_on_ranks
 
 SIZES: dict[str, Any] = {
     field: value
@@ -179,6 +179,14 @@ def test_a_plan_that_leaves_norms_of_heads_whole_is_refused() -> None:
         parallelize_tensors(model, mesh_of((2,), ("tp",)), plan=model._tp_plan)
     text = same_on_ranks(str(raised.value))
     assert re.search(r"q_norm \(CohereLayerNorm, weight \[4, 8\]\) fails .*leaves .*q_proj \(colwise\)", text)
+
+
+@on_ranks(2)
+def test_types_whose_tokens_cannot_be_divided_are_refused() -> None:
+    for kind in ("doge", "dots3_note_text"):
+        model = build(kind)
+        text = refusal(parallelize_tensors, model, mesh_of((2,), ("tp",)), plan=model._tp_plan, sequence_parallel=True)
+        assert re.search(rf"not offered for .* \({kind}\), but for the model types .*; set it to False, and give", text)
 
 
 @pytest.mark.full

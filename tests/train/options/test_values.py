@@ -88,7 +88,7 @@ REFUSED = {
     ),
     "--use-torch-fsdp2 --fsdp-double-buffer": "--fsdp-double-buffer does nothing with --use-torch-fsdp2",
     "--no-grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation": (
-        "--ddp-reduce-scatter-with-fp32-accumulation does nothing here, since gradients travel in float32"
+        "--ddp-reduce-scatter-with-fp32-accumulation does nothing here, since gradients are communicated in float32"
     ),
     "--outer-dp-sharding-strategy optim": "--outer-dp-sharding-strategy optim has no effect with",
     # text

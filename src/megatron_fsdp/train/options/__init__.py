@@ -220,12 +220,12 @@ class ParallelOptions:
 
     Attributes:
         tensor_model_parallel_size: Ranks that each matrix is cut over.
-        pipeline_model_parallel_size: Ranks that the layers are shared out to.
+        pipeline_model_parallel_size: Ranks that the layers are divided over.
         context_parallel_size: Ranks that each sequence is cut over.
         cp_comm_type: Attention over these ranks, the same in all layers: p2p and all_gather gather keys and values, a2a
             exchanges tokens for heads (Ulysses), a2a+p2p does both; default: they are gathered.
         hierarchical_context_parallel_sizes: With a2a+p2p: how many ranks exchange, and how many gather.
-        expert_model_parallel_size: Ranks that the experts are shared out to.
+        expert_model_parallel_size: Ranks that the experts are divided over.
         sequence_parallel: Cut activations between layers along the sequence, over the tensor-parallel ranks.
         use_torch_fsdp2: Shard by PyTorch's FSDP2 instead of this package's engine.
         torch_fsdp2_no_reshard_after_forward: Keep weights gathered from forward to backward, with FSDP2: more memory,
@@ -269,7 +269,7 @@ class TrainingOptions:
         global_batch_size: Samples of an optimizer step, over all ranks; default: one microbatch of each data-parallel
             rank. Any number of ranks trains on the same samples: what does not come out even is filled up with samples
             that do not count.
-        train_iters: Optimizer steps, those of the runs that this one goes on from included.
+        train_iters: Optimizer steps, those of the runs that this one continues included.
         train_samples: Samples to train on, instead of the steps: as many steps as they fill. Those of the learning
             rate are then counted in samples, too.
         exit_interval: End after a step that is a multiple of this.
@@ -350,8 +350,8 @@ class OptimizerOptions:
         adam_eps: Added to the root of the second average.
         sgd_momentum: Momentum of SGD.
         clip_grad: Largest norm of all gradients; 0: they are not scaled.
-        optimizer_cpu_offload: Main weights, main gradients and optimizer state rest in host memory, where the optimizer
-            steps.
+        optimizer_cpu_offload: Main weights, main gradients and optimizer state are offloaded to host memory, where the
+            optimizer steps.
         optimizer_offload_fraction: The share of the model whose state rests there; the rest stays on the device.
         megatron_fsdp_offload: Kinds of state to keep in host memory, main_weights, optimizer_state or compute_weights,
             each alone or as KIND=FRACTION; with main weights go their gradients and their state.

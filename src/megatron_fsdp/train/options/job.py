@@ -374,18 +374,18 @@ def _with_gradient_dtypes(options: Options, dtype: torch.dtype, notes: list[str]
     if in_bf16 and not says_comm:
         comm = torch.bfloat16
         if is_float32:
-            notes.append("--grad-reduce-in-bf16: gradients of a float32 model travel in bfloat16")
+            notes.append("--grad-reduce-in-bf16: gradients of a float32 model are communicated in bfloat16")
     if options.is_given("accumulate_allreduce_grads_in_fp32") and not in_bf16:
         flag = flag_for("accumulate_allreduce_grads_in_fp32") if in_float32 else off_flag_of("grad_reduce_in_fp32")
         notes.append(
-            f"{flag} has no effect of its own: gradients travel and accumulate in float32, unless "
+            f"{flag} has no effect of its own: gradients are communicated and accumulated in float32, unless "
             "--grad-reduce-in-bf16 or the flags of dtypes say something else"
         )
     sent = torch.float32 if in_float32 else comm or main or dtype
     if config.reduce_scatter_with_fp32_accumulation and sent == torch.float32:
         raise ConfigurationError(
-            "--ddp-reduce-scatter-with-fp32-accumulation does nothing here, since gradients travel in float32: give "
-            "--grad-reduce-in-bf16, or leave it out"
+            "--ddp-reduce-scatter-with-fp32-accumulation does nothing here, since gradients are communicated in "
+            "float32: give --grad-reduce-in-bf16, or leave it out"
         )
     return replace(config, megatron_fsdp_grad_comm_dtype=comm, megatron_fsdp_main_grads_dtype=main)
 
