@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -120,7 +121,9 @@ def test_its_loop_trains_as_one_process_and_goes_on_with_other_ranks(
 def test_savers_that_write_on_the_first_rank_are_refused_on_all(tmp_path: Path, strategy: int) -> None:
     """Its own of a wrapper, and that of peft of the module inside."""
     peft = pytest.importorskip("peft")
-    adapters = peft.get_peft_model(language_models.build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with warnings.catch_warnings():  # peft asks what transformers calls otherwise
+        warnings.simplefilter("ignore", FutureWarning)
+        adapters = peft.get_peft_model(language_models.build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     model, adapted = (fully_shard_model(each, zero_dp_strategy=strategy) for each in (build(), adapters))
     with started():
         accelerator = accelerate.Accelerator(cpu=True)

@@ -17,11 +17,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
-from megatron_fsdp.automodel.tensor_parallel.parallelize import SEQUENCE_PARALLEL_TYPES
+from megatron_fsdp.automodel.tensor_parallel.parallelize import SEQUENCE_PARALLEL_TYPES, sequence_region
 from megatron_fsdp.errors import ConfigurationError
 from tests.support.arrangements import mesh_of
 from tests.support.language_models import NO_DROPOUT
-from tests.support.on_ranks import fixed_seed, on_ranks, refusal, same_on_ranks
+from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
 
 SIZES: dict[str, Any] = {
     field: value
@@ -181,12 +181,11 @@ def test_a_plan_that_leaves_norms_of_heads_whole_is_refused() -> None:
     assert re.search(r"q_norm \(CohereLayerNorm, weight \[4, 8\]\) fails .*leaves .*q_proj \(colwise\)", text)
 
 
-@on_ranks(2)
-def test_types_whose_tokens_cannot_be_divided_are_refused() -> None:
-    for kind in ("doge", "dots3_note_text"):
-        model = build(kind)
-        text = refusal(parallelize_tensors, model, mesh_of((2,), ("tp",)), plan=model._tp_plan, sequence_parallel=True)
-        assert re.search(rf"not offered for .* \({kind}\), but for the model types .*; set it to False, and give", text)
+@pytest.mark.parametrize("kind", ["doge", "dots3_note_text"])
+def test_types_whose_tokens_cannot_be_divided_are_refused(kind: str) -> None:
+    words = rf"not offered for \w+ \({kind}\), but for .*; set it to False, and give"
+    with pytest.raises(ConfigurationError, match=words):
+        sequence_region(build(kind), {})
 
 
 @pytest.mark.full
