@@ -23,11 +23,12 @@ from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, Schedule
 from megatron_fsdp.sharding.placement import Placement
 from megatron_fsdp.sharding.units import ROOT_UNIT
 from megatron_fsdp.state.gathers import Entry, cut_into_buckets, gather, parts_of
+from megatron_fsdp.state.statistics import calling_together
 
 
 def full_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     """All-gather main weights by canonical name; copies, in their main dtype, the same on every rank. Collective."""
-    with all_agree("full_parameters", engine.reaching_all):
+    with all_agree("full_parameters", calling_together(engine)):
         found = {name: full.clone() for name, full in iter_parameters(engine, DEFAULT_BUCKET_BYTES)}
     return {name: found[name] for group in engine.groups() for name in group.names}
 
@@ -36,7 +37,7 @@ def full_gradients(engine: Engine) -> dict[str, torch.Tensor | None]:
     """All-gather the gradient of every trainable parameter by canonical name; None if it is None. Collective."""
     trainable = (name for group, _ in engine.groups_with_gradients() for name in group.names)
     found: dict[str, torch.Tensor | None] = dict.fromkeys(trainable)
-    with all_agree("full_gradients", engine.reaching_all):
+    with all_agree("full_gradients", calling_together(engine)):
         found.update((name, full.clone()) for name, full in iter_gradients(engine, DEFAULT_BUCKET_BYTES))
     return found
 

@@ -139,7 +139,7 @@ def gather(
     if receiver is not None and levels and place[levels[0][0]] != receiver[levels[0][0]]:
         _send_own(ordered, starts, levels[0], dtype, receiver)
         return None
-    with all_agree("allocating full tensors", agreeing) if agreeing is not None else nullcontext():
+    with all_agree("allocating full tensors", agreeing) if agreeing and (levels or parts) else nullcontext():
         full = torch.empty(layout.numel if is_whole else numel, dtype=dtype, device=plan.device)
         for entry in ordered:
             first = starts[entry.index] + layout.range_in(entry.index, held)[0]

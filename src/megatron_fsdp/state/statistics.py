@@ -97,7 +97,7 @@ def _statistics(engine: Engine, locals_of: Locals) -> ModelStatistics:
     names: dict[ProcessGroups, list[str | None]] = {}  # None where there is no tensor
     merged: dict[str, torch.Tensor] = {}
     with engine.observers.during(Phase.WHOLE, ROOT_UNIT):
-        with all_agree("computing statistics", _calling(engine)):
+        with all_agree("computing statistics", calling_together(engine)):
             for group in engine.groups():
                 for index, local in enumerate(locals_of(group)):
                     ranks = shared_out_over(group, index)
@@ -183,7 +183,7 @@ def _digests(engine: Engine, locals_of: Locals) -> dict[str, str]:
     labels = [unit.label for unit in engine.units]
     sums: dict[ProcessGroups, torch.Tensor] = {(): torch.zeros(len(labels), dtype=torch.int64, device=engine.device)}
     with engine.observers.during(Phase.WHOLE, ROOT_UNIT):
-        with all_agree("computing digests", _calling(engine)):
+        with all_agree("computing digests", calling_together(engine)):
             for position, unit in enumerate(engine.units):
                 for group in unit.groups:
                     for index, local in enumerate(locals_of(group)):
@@ -199,7 +199,7 @@ def _digests(engine: Engine, locals_of: Locals) -> dict[str, str]:
     return {label: f"{value & (1 << 64) - 1:016x}" for label, value in zip(labels, total.tolist(), strict=True)}
 
 
-def _calling(engine: Engine) -> Groups:
+def calling_together(engine: Engine) -> Groups:
     """Return the groups of the ranks that call together; None is this one alone, where each holds everything."""
     is_cut = any(shared_out_over(group, index) for group in engine.groups() for index in range(len(group.names)))
     return engine.reaching_all if is_cut else (None,)
