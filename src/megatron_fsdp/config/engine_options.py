@@ -219,7 +219,7 @@ def resolve_skip_order(given: bool | Sequence[nn.Module], model: nn.Module) -> t
     if isinstance(given, bool):
         return () if given else None
     paths = {id(module): path for path, module in model.named_modules()}
-    modules = list(given) if isinstance(given, Sequence | nn.ModuleList) else [given]
+    modules: list[object] = list(given) if isinstance(given, Sequence | nn.ModuleList) else [given]
     for module in modules or [None]:
         if id(module) not in paths:
             raise ConfigurationError(
