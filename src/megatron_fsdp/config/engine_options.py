@@ -210,7 +210,7 @@ def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecis
     )
 
 
-def resolve_skip_order(given: bool | Sequence[nn.Module], model: nn.Module) -> tuple[str, ...] | None:
+def resolve_skip_order(given: object, model: nn.Module) -> tuple[str, ...] | None:
     """Resolve the argument `ranks_may_skip_units` into paths of modules of a model.
 
     Raises:
