@@ -183,7 +183,7 @@ def shards_of(job: Job) -> dict[str, torch.Tensor]:
     return seen
 
 
-@pytest.mark.full(short=["nvfp4"])
+@pytest.mark.full(short=["fp8"])
 @pytest.mark.parametrize("name", WEIGHT_FORMAT_NAMES)
 def test_compute_sees_the_same_bits_on_any_ranks(run_ranks: RunRanks, name: str) -> None:
     model = build(Job(name))
