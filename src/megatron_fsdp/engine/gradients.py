@@ -65,7 +65,7 @@ def get_grad(param: torch.Tensor, attribute: GradAttribute) -> torch.Tensor | No
 def get_grads(params: Sequence[torch.Tensor], attribute: GradAttribute) -> list[torch.Tensor | None]:
     """Return the gradients of several parameters."""
     with plain_attributes():
-        return [get_grad(param, attribute) for param in params]
+        return [getattr(param, attribute, None) for param in params]
 
 
 def shown_grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -373,15 +373,16 @@ class WeightMemory:
         self._slot_bytes = plan.slot_bytes
         self._pool = pool
         self._blocks: dict[tuple[Use, int], Block] = {}  # slots and units with memory of their own, once they were used
+        self._sizes: dict[tuple[Use, int], int] = {}  # bytes that each of them holds now
+        self.held_bytes = 0  # their sum, kept since a model may have hundreds
         self.peak_bytes = 0  # the most that was held at a time
         if plan.taken_at_once:
             # At wrap time and in this order, so that addresses are the same in every step (CUDA graphs, registered
             # memory).
             for slot in range(plan.slots_used):
-                self._block(Use.SLOT, slot, self._slot_bytes)
+                self._hold((Use.SLOT, slot), self._slot_bytes, self._slot_bytes)
             for unit in plan.units_in(WeightStorage.OWN):
-                self._block(Use.UNIT, unit, plan.gathered_bytes[unit])
-            self._note_peak()
+                self._hold((Use.UNIT, unit), plan.gathered_bytes[unit], plan.gathered_bytes[unit])
 
     def borrow(self, unit: int, slot: int | None) -> Block:
         """Return the block that a unit is unsharded into: that of a slot is always the same storage.
@@ -389,17 +390,13 @@ class WeightMemory:
         A slot that is not taken when wrapping is as long as the unit in it: an embedding or a head may be several times
         as large as all others.
         """
-        if self._plan.storages[unit] is WeightStorage.SLOT:
-            assert slot is not None
-            # See Note [Slots and saved views] in `schedule.py`.
-            block = self._block(Use.SLOT, slot, self._slot_bytes)
-            if not self._plan.taken_at_once:
-                block.hold(self._plan.gathered_bytes[unit])
-        else:
-            block = self._block(Use.UNIT, unit, self._plan.gathered_bytes[unit])
-            block.hold(block.num_bytes)
-        self._note_peak()
-        return block
+        num_bytes = self._plan.gathered_bytes[unit]
+        if self._plan.storages[unit] is not WeightStorage.SLOT:
+            return self._hold((Use.UNIT, unit), num_bytes, num_bytes)
+        assert slot is not None
+        # See Note [Slots and saved views] in `schedule.py`.
+        needed = self._slot_bytes if self._plan.taken_at_once else num_bytes
+        return self._hold((Use.SLOT, slot), self._slot_bytes, needed)
 
     def give_back(self, unit: int) -> bool:
         """Release a unit's block; return True if its memory was freed."""
@@ -407,25 +404,29 @@ class WeightMemory:
         if block is None or self._plan.storages[unit] not in (WeightStorage.RESIZED, WeightStorage.FOR_STEP):
             return False
         block.empty()
+        self._note((Use.UNIT, unit), block)
         return True
 
     def empty(self) -> bool:
         """Free all blocks, whose units are resharded; return False if memory is kept since its address has to stay."""
         if self._plan.taken_at_once:
             return False
-        for block in self._blocks.values():
+        for key, block in self._blocks.items():
             block.empty()
+            self._note(key, block)
         return True
 
-    def _block(self, use: Use, number: int, num_bytes: int) -> Block:
-        if (use, number) not in self._blocks:
-            self._blocks[use, number] = self._pool.make(use, number, num_bytes)
-        return self._blocks[use, number]
+    def _hold(self, key: tuple[Use, int], num_bytes: int, needed: int) -> Block:
+        """Return a block that was made with `num_bytes`, once, and holds as many as are needed."""
+        block = self._blocks.get(key)
+        if block is None:
+            block = self._blocks[key] = self._pool.make(*key, num_bytes)
+        block.hold(needed)
+        self._note(key, block)
+        return block
 
-    def _note_peak(self) -> None:
+    def _note(self, key: tuple[Use, int], block: Block) -> None:
+        held = block.held_bytes
+        self.held_bytes += held - self._sizes.get(key, 0)
+        self._sizes[key] = held
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes held now."""
-        return sum(block.held_bytes for block in self._blocks.values())
