@@ -8,8 +8,8 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, FullyShardedDataParallelPlugin  # type: ignore[import-untyped]
-from accelerate.state import DistributedType, PartialState  # type: ignore[import-untyped]
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from on_cpus import ON_CPU, shard_on_cpus
 from torch import nn
 
 import megatron_fsdp.fsdp2
@@ -17,11 +17,7 @@ import megatron_fsdp.fsdp2
 if "torch" not in sys.argv[1:]:
     megatron_fsdp.fsdp2.install()
 
-ON_CPU = not torch.cuda.is_available()
-if ON_CPU:  # where accelerate would take DistributedDataParallel instead of the plugin
-    prepare = PartialState._prepare_backend
-    PartialState._prepare_backend = lambda *given: (prepare(*given)[0], DistributedType.MULTI_GPU)
-    PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+shard_on_cpus()
 
 
 class Block(nn.Sequential):

@@ -10,18 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate.state import DistributedType, PartialState  # type: ignore[import-untyped]
+from on_cpus import ON_CPU, shard_on_cpus
 
 import megatron_fsdp.fsdp2
 
 if "torch" not in sys.argv[1:]:
     megatron_fsdp.fsdp2.install()
 
-ON_CPU = not torch.cuda.is_available()
-if ON_CPU:  # where accelerate would take DistributedDataParallel instead of FSDP2
-    prepare = PartialState._prepare_backend
-    PartialState._prepare_backend = lambda *given: (prepare(*given)[0], DistributedType.MULTI_GPU)
-    PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+shard_on_cpus()
 
 dist.init_process_group("gloo" if ON_CPU else "nccl")
 shared: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]

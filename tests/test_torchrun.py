@@ -33,15 +33,6 @@ from tests.support.zoo import MODEL_CASES, Block
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj"), ("up_proj", "gate_proj")
 
 
-def shipped_example(folder: Path) -> None:
-    """The first check: the example makes the process group itself."""
-    from tests.automodel import test_examples as examples
-
-    shown = examples.run_example(str(folder / "settings.yaml"))
-    if dist.get_rank() == 0:
-        examples.assert_trained(shown, folder)
-
-
 def orders_of_sets_differ(_folder: Path) -> None:
     """Or the other checks would prove nothing."""
     orders: list[Any] = [None, None]
@@ -105,7 +96,6 @@ def what_differs_is_named(folder: Path) -> None:
 CHECKS: dict[str, Callable[[Path], None]] = {
     check.__name__: check
     for check in (
-        shipped_example,
         orders_of_sets_differ,
         plain_loop,
         tensor_parallel_plan,
@@ -118,8 +108,7 @@ CHECKS |= {f"pretrained {name}": partial(pretrained, name) for name in ("fsdp2",
 
 def run_checks(folder: Path, names: list[str]) -> None:
     """Be a rank: make some checks and write what each has met, "" for nothing, to a file of this rank."""
-    if "shipped_example" not in names:
-        dist.init_process_group("gloo")
+    dist.init_process_group("gloo")
     met = {}
     for name in names:
         try:
@@ -139,9 +128,7 @@ def met(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     chosen = [name for name in CHECKS if any(item.nodeid.endswith(f"does[{name}]") for item in request.session.items)]
     if set(chosen) - {"orders_of_sets_differ", "plain_loop"}:
         from tests.automodel import test_adapters as adapters
-        from tests.automodel import test_examples as examples
 
-        examples.write_settings(folder, "fsdp2")
         Path(adapters.save("llama", folder)).rename(folder / "llama")
     real_torchrun(["-m", "tests.test_torchrun", str(folder), *chosen])
     return [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
