@@ -220,7 +220,7 @@ def resolve_skip_order(given: object, model: nn.Module) -> tuple[str, ...] | Non
         return () if given else None
     paths = {id(module): path for path, module in model.named_modules()}
     modules: list[object] = list(given) if isinstance(given, Sequence | nn.ModuleList) else [given]
-    for module in modules or [None]:
+    for module in modules or [given]:  # an empty sequence is no order either
         if id(module) not in paths:
             raise ConfigurationError(
                 f"ranks_may_skip_units has a {type(module).__name__} that is no module of the model; give True, or the "
