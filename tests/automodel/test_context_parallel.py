@@ -103,6 +103,7 @@ def test_batches_that_cannot_be_cut_are_refused_on_all_ranks() -> None:
                 "cu_seq_lens_q": torch.tensor([0, 3, 8]),
             },
         ),
+        ("labels is a list; give tensors of", {**ids, "labels": tokens().tolist(), "attention_mask": None}),
         ("labels and shift_labels", {**ids, "labels": tokens(), "shift_labels": tokens()}),
         ("ranks differ: input_ids is (2, 8) torch.int64 with the checksum ", {"input_ids": tokens() + here}),
         (
@@ -299,6 +300,7 @@ def test_packed_rows_of_a_collator_are_those_of_their_positions() -> None:
     flat = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
     mine = shard_batch(flat, mesh)
     by_ends = shard_batch({name: flat[name] for name in ("input_ids", "labels", "cu_seq_lens_q")}, mesh)
+    assert "attention_mask" not in shard_batch({**flat, "cu_seq_lens_q": [0, 3, 8, 16], "attention_mask": None}, mesh)
     assert mine.keys() == by_ends.keys() == {"input_ids", "shift_labels", "position_ids", "document_starts"}
     assert all(torch.equal(mine[name], by_ends[name]) for name in mine)
     starts = unshard_sequence(mine["document_starts"], mesh)

@@ -179,6 +179,7 @@ TABLE: dict[str, tuple[int, list[Case]]] = {
         [
             beside("deepseek_v3", tp_size=2),
             beside("qwen3_moe", cp_size=2),
+            beside("gpt_oss", cp_size=2),
             beside("mixtral", "fsdp2", tp_size=2),
             beside("mixtral", edit=adapted, tp_size=2),
             beside("olmoe", tp_size=4, ep_size=4),
@@ -194,7 +195,13 @@ TABLE: dict[str, tuple[int, list[Case]]] = {
     ),
     "experts-slices": (4, [experts("qwen3_moe", changes={"num_experts": 6})]),  # 3 are not shared out whole to 2 ranks
     "sequences": (2, ALL_SEQUENCES),
-    "sequences-4": (4, [sequences("gemma2", 4, changes=SOFTCAP)]),
+    "sequences-4": (
+        4,
+        [
+            sequences("gemma2", 4, changes=SOFTCAP),
+            sequences("gpt_oss", 4, changes=TWO_LAYERS, fields={"ulysses_degree": 2}),
+        ],
+    ),
     "sequences-sharded": (4, [sequences("llama_gqa"), sequences("llama_gqa", name=ENGINE)]),
     "sequences-recomputed": (
         2,

@@ -41,7 +41,6 @@ ATTRIBUTE = "context_parallel"
 """The attribute of attention modules that holds their `ContextParallel`."""
 
 _CHANGES_THE_MATH = (
-    "s_aux",
     "position_bias",
     "cache",
     "block_table",
@@ -136,7 +135,7 @@ def shard_batch(batch: Mapping[str, Any], cp_mesh: DeviceMesh) -> dict[str, Tens
     with all_agree("cutting a batch", _ranks_of(cp_mesh)) as facts:
         layout = SequenceLayout(cp_mesh.size())
         of_packing = {name: batch[name] for name in _OF_PACKING if name in batch}
-        batch = {name: values for name, values in batch.items() if name not in of_packing}
+        batch = {name: each for name, each in batch.items() if name not in of_packing and each is not None}
         _check(batch, layout)
         starts = _document_starts(batch, of_packing)
         facts |= {
@@ -182,6 +181,9 @@ def _reference(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _check(batch: Mapping[str, Tensor], layout: SequenceLayout) -> None:
+    for name, values in batch.items():
+        if not isinstance(values, Tensor):
+            raise ConfigurationError(f"{name} is a {type(values).__name__}; give tensors of (batch, sequence) only")
     if "input_ids" not in batch and _EMBEDDINGS not in batch:
         raise ConfigurationError(f"the batch has {sorted(batch)}; it needs input_ids or {_EMBEDDINGS}")
     shape = tuple(_reference(batch).shape[:2])
@@ -207,6 +209,7 @@ def _document_starts(batch: Mapping[str, Tensor], of_packing: Mapping[str, Any])
     ends = of_packing.get("cu_seq_lens_q", of_packing.get("cu_seq_lens_k"))
     found = torch.zeros_like(at)
     if ends is not None:
+        ends = torch.as_tensor(ends)
         if rows != 1 or ends.ndim != 1 or ends[0] != 0 or ends[-1] != length or bool((ends.diff() < 1).any()):
             raise ConfigurationError(
                 f"cu_seq_lens_q={ends.tolist()} with {rows} rows of {length} tokens; give one row, and increasing ends "
@@ -466,6 +469,7 @@ class _Math:
     dropout: float
     window: int | None
     softcap: float | None
+    sinks: Tensor | None  # for each head a score besides those of the keys, which has no value
 
 
 def context_parallel_attention(
@@ -478,6 +482,7 @@ def context_parallel_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend from this rank's tokens to all earlier tokens, on any rank.
@@ -488,8 +493,9 @@ def context_parallel_attention(
 
     Called by transformers with query (batch, heads, tokens of this rank, head size), rotated by positions in the whole
     sequence, and key and value of as many or fewer heads, which divide them. `sliding_window` is the number of tokens
-    that a token sees, itself included; `softcap` makes scores `softcap * tanh(scores / softcap)`. Other `kwargs` that
-    would change the result raise. Returns (batch, tokens of this rank, heads, value size), and None for the weights.
+    that a token sees, itself included; `softcap` makes scores `softcap * tanh(scores / softcap)`; `s_aux` has a
+    sink of each head. Other `kwargs` that would change the result raise. Returns (batch, tokens of this rank, heads,
+    value size), and None for the weights.
     """
     shared = getattr(module, ATTRIBUTE, None)
     if not isinstance(shared, ContextParallel):
@@ -499,7 +505,6 @@ def context_parallel_attention(
         )
     _refuse(module, shared, attention_mask, {**kwargs, "sliding_window": sliding_window})
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    math = _Math(scale, dropout, sliding_window, softcap)
     starts, tokens, exchange = kwargs.get(STARTS), query.shape[2], shared.exchange
     pairs = torch.cat([key, value], -1)
     if exchange is not None:
@@ -507,6 +512,8 @@ def context_parallel_attention(
         if pairs.shape[1] % exchange.ranks:
             pairs = pairs.repeat_interleave(exchange.ranks // pairs.shape[1], 1)
         query, pairs = exchange.to_heads(query), exchange.to_heads(pairs)
+        if s_aux is not None:
+            s_aux = s_aux.chunk(exchange.ranks)[dist.get_rank(exchange.group)]
         if starts is not None:
             starts = torch.cat(_gather(starts, 0, exchange.group).chunk(exchange.ranks), 1)
     gathered = _gather(pairs, 0, shared.ring).chunk(dist.get_world_size(shared.ring), 0)
@@ -514,6 +521,7 @@ def context_parallel_attention(
     keys, values = shared.layout.join(parts, 2).split([key.shape[-1], value.shape[-1]], -1)
     ranges = [each for rank in shared.queried_ranks for each in shared.layout.ranges_of(rank, tokens)]
     begins = [None] * len(ranges) if starts is None else starts.chunk(len(ranges), 1)
+    math = _Math(scale, dropout, sliding_window, softcap, s_aux)
     out = [
         _attend(piece, keys, values, start, math, documents)
         for piece, (start, _), documents in zip(query.chunk(len(ranges), 2), ranges, begins, strict=True)
@@ -554,7 +562,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, math: _Math, 
     first = 0 if window is None else max(start - window + 1, 0)
     key, value = key[:, :, first:end], value[:, :, first:end]
     groups = query.shape[1] // key.shape[1]
-    if window is None and math.softcap is None and documents is None:
+    is_fused = math.softcap is None and math.sinks is None
+    if window is None and is_fused and documents is None:
         bias: Any = _lower_right(query.shape[2], end)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=math.dropout, scale=math.scale, enable_gqa=groups > 1
@@ -567,12 +576,17 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, math: _Math, 
         mask &= distance < window
     if documents is not None:  # (batch, 1, tokens start to end, tokens first to end)
         mask = (mask & (torch.arange(first, end, device=query.device) >= documents[:, :, None]))[:, None]
-    if math.softcap is None:
+    if is_fused:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=math.dropout, scale=math.scale
         )
-    scores = torch.tanh(query @ key.transpose(2, 3) * (math.scale / math.softcap)) * math.softcap
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(query.dtype)
+    scores = query @ key.transpose(2, 3) * math.scale
+    if math.softcap is not None:
+        scores = torch.tanh(scores / math.softcap) * math.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if math.sinks is not None:
+        scores = torch.cat([scores, math.sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]].to(query.dtype)
     return F.dropout(weights, math.dropout) @ value
 
 
