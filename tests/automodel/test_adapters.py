@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from megatron_fsdp.automodel import AutoModelForCausalLM, AutoModelForSequenceClassification
-from megatron_fsdp.checkpoint.hf import save_adapter
+from megatron_fsdp.checkpoint.hf import load_adapter, save_adapter
 from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.training import (
     STRATEGIES,
@@ -102,6 +102,14 @@ def _train_case(name: str, folder: str, config: Any, fields: dict[str, Any], dty
     assert_like_one_process(model, expected, dtype)
     model.save_pretrained(target)
     assert_files_give_the_same(model, folder, target, dtype)
+    if config.target_parameters:
+        trained = parameters_of(model)
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.requires_grad:
+                    param.zero_()
+        load_adapter(model, target)
+        assert_equal_tensors(parameters_of(model), trained)
 
 
 def assert_files_give_the_same(model: Any, folder: str, target: str, dtype: torch.dtype) -> None:

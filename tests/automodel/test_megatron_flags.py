@@ -102,8 +102,8 @@ def test_units_are_those_asked_for_by_path_and_unknown_ones_are_refused() -> Non
     assert units_of(parallel()) == {"LlamaDecoderLayer", "Embedding", "Linear"}
     path = "transformers.models.llama.modeling_llama"
     for units, expected in (
-        ([f"{path}.LlamaMLP"], {"LlamaMLP"}),
-        ([LlamaMLP], {"LlamaMLP"}),
+        ([f"{path}.LlamaMLP"], {"LlamaMLP", "Embedding", "Linear"}),  # and large ends
+        ([LlamaMLP], {"LlamaMLP", "Embedding", "Linear"}),
         ([f"{path}.LlamaDecoderLayer", "torch.nn.Embedding"], {"LlamaDecoderLayer", "Embedding"}),
     ):
         assert units_of(parallel(megatron_fsdp_unit_modules=units)) == expected

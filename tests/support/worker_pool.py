@@ -293,7 +293,7 @@ def _drop_process_groups() -> None:
         forget()
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _clear_sharding_prop_cache()
     gc.collect()
     gc.freeze()  # modules and caches of that call stay: collecting, and counting what lives, need not look at them
 
