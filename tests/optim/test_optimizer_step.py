@@ -43,8 +43,7 @@ def test_step_syncs_gradients_unless_told_not_to(strategy: int) -> None:
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_step_installs_weights_unless_told_not_to(strategy: int) -> None:
-    together = {"max_gathered_units": 3} if strategy else {}  # two layers and the head
-    model = wrap(strategy, build().bfloat16(), **together)
+    model = wrap(strategy, build().bfloat16())
     optimizer = connected_sgd(model, lr=1.0)
 
     def installed() -> bool:

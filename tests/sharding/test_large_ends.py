@@ -82,9 +82,11 @@ def test_units_stand_in_module_order_with_the_root_first() -> None:
     assert [unit.class_name for unit in plan.units] == ["Decoder", "Scaled", "Block", "Block", "Linear"]
     model = Decoder(tokens=embedding(100))
     assert [unit.name for unit in find_units(model, [Block]).units] == ["", "blocks.0", "blocks.1"]
+    assert list(owned(find_units(model, [Block], adds_ends=True))) == ["", "blocks.0", "blocks.1"]
+    model.other, model.head = nn.Linear(FEATURES, 99), nn.Linear(FEATURES, 100)
     plan = find_units(model, [Block], adds_ends=True)
-    assert list(owned(plan)) == ["", "tokens", "blocks.0", "blocks.1"]
-    assert plan.source == "given classes Block; large ends tokens"
+    assert list(owned(plan)) == ["", "tokens", "blocks.0", "blocks.1", "head"]
+    assert plan.source == "given classes Block; large ends tokens, head"
     assert list(owned(find_units(model, [Decoder], adds_ends=True))) == [""]
     assert [unit.name for unit in find_units(model, []).units] == [""]
     model = Decoder(tokens=embedding())

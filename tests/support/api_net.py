@@ -53,8 +53,8 @@ def mesh() -> DeviceMesh:
 
 
 def wrap(strategy: int = 3, model: nn.Module | None = None, **arguments: Any) -> MegatronFSDP:
-    """Shard a network in its layers, over all ranks; its head stays with the root."""
-    given = {"fsdp_unit_modules": [Layer], "zero_dp_strategy": strategy, "disable_bucketing": True, **arguments}
+    """Shard a network in its layers, over all ranks."""
+    given = {"fsdp_unit_modules": [Layer], "zero_dp_strategy": strategy, **arguments}
     return fully_shard_model(build() if model is None else model, mesh(), **given)
 
 

@@ -40,7 +40,7 @@ from megatron_fsdp.errors import ConfigurationError, DoorWords, ScheduleError, w
 from megatron_fsdp.fsdp2.even import EvenParameter
 from megatron_fsdp.optim.state_dict import cut_state
 from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all, rank_mesh_of
-from megatron_fsdp.sharding.units import LEAST_SHARE_BESIDE_NAMED, large_ends
+from megatron_fsdp.sharding.units import ends_of_vocabulary
 from megatron_fsdp.wrap.in_place import WITHOUT_JOIN, KnownPlans, finish_in_place, shard_in_place
 
 _END_REMEDY = (
@@ -310,7 +310,7 @@ class ShardState:
             return []
         (root,) = self.modules
         blocks = {path: each for path, each in root.named_modules() if each is not root and state_of(each) is not None}
-        ends = large_ends(root, blocks, LEAST_SHARE_BESIDE_NAMED).values()
+        ends = ends_of_vocabulary(root, blocks).values()
         return [end for end in ends if ignored.isdisjoint(map(id, end.parameters()))]
 
     @property

@@ -32,7 +32,7 @@ _ALTERNATIVES = (nn.ModuleDict, nn.ModuleList)
 """Containers whose owner may choose a module by key or index, so that ranks may call different modules."""
 
 _LEAST_SHARE = 1 / 4
-LEAST_SHARE_BESIDE_NAMED = 1 / 2
+_LEAST_SHARE_BESIDE_NAMED = 1 / 2
 """An embedding or head with a smaller share of the parameters of the largest block stays in the root. Beside units that
 were named it has to save more memory."""
 
@@ -72,6 +72,21 @@ def large_ends(
         and _numel(candidate) >= least_numel
         and read.isdisjoint(f"{name}.{attribute}" for attribute in candidate._parameters)
     }
+
+
+def ends_of_vocabulary(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Find the large ends beside units that were named: an embedding, and a linear layer to its vocabulary.
+
+    Every rank calls these two. Other layers outside of the units may be called on some ranks only, which the root
+    allows and a unit does not.
+    """
+    ends = large_ends(module, blocks, _LEAST_SHARE_BESIDE_NAMED)
+    rows = {end.num_embeddings for end in ends.values() if isinstance(end, nn.Embedding)}
+    outputs = {end.out_features for end in ends.values() if isinstance(end, nn.Linear)}
+    sizes = {
+        name: end.num_embeddings if isinstance(end, nn.Embedding) else end.out_features for name, end in ends.items()
+    }
+    return {name: end for name, end in ends.items() if sizes[name] in rows & outputs}
 
 
 _METADATA = frozenset(("dtype", "device", "shape", "size", "dim", "ndim", "numel", "requires_grad"))
@@ -210,7 +225,7 @@ def find_units(
         _check_matches(module, classes, found)
         names = ", ".join(cls.__name__ for cls in classes)
         source = f"given classes {names}" if classes else "no classes given"
-        ends = large_ends(module, found, LEAST_SHARE_BESIDE_NAMED) if adds_ends and "" not in found else {}
+        ends = ends_of_vocabulary(module, found) if adds_ends and "" not in found else {}
     if ends:
         ids = {id(unit) for unit in (*found.values(), *ends.values())}
         found = _outermost(module, lambda candidate: id(candidate) in ids)
