@@ -26,9 +26,9 @@ class DoorWords:
     """The remedies that messages of the engine name, in the words of the interface by which a model was sharded."""
 
     reset: str = "reset() on the model"  # to call after an exception
-    join: str = (
-        "one that has nothing to compute with a unit calls model.join(unit, hidden) instead, or give fully_shard "
-        "ranks_may_skip_units=True"
+    join: str = (  # of ranks that sent different things
+        "every rank has to call the same units in the same order, and one that has nothing to compute with a unit "
+        "calls model.join(unit, hidden) instead, or give fully_shard ranks_may_skip_units=True"
     )
     optimizer: str = (
         "hand model and optimizer to fully_shard together, or build the optimizer on model.parameters() after the "

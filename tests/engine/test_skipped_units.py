@@ -184,6 +184,53 @@ def test_ranks_generate_texts_of_different_lengths_and_meet() -> None:
     assert f"this rank has gathered {filled} units only for others" in str(sharded.describe())
 
 
+@pytest.mark.parametrize("door", ["wrapper", "fsdp2"])
+@on_ranks(2)
+def test_a_rank_that_only_evaluates_steps_with_the_others(door: str) -> None:
+    is_first = dist.get_rank() == 0
+    model = build(Ordered)
+    sharded, optimizer = DOORS[door](model, True, {})
+    for step in range(2):
+        optimizer.zero_grad()
+        for number in range(2 if is_first else 0):
+            loss_of(sharded, model, step, 0, number, ((1, 3), True)).backward()
+        with torch.inference_mode():
+            for number in range(0 if is_first else 3 * step):
+                sharded(inputs(step, 1, number))
+        optimizer.step()
+        count = torch.ones(())
+        dist.all_reduce(count)
+        assert float(count) == 2
+    drawn = [[[((1, 3), True)] * 2, []]] * 2
+    expected = train_whole(Ordered, drawn, 0.9)[-1]
+    weights = {name: full(param.detach()) for name, param in model.named_parameters()}
+    assert_equal_tensors(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_forward_that_fails_on_one_rank_leaves_the_others_alone() -> None:
+    model = build(Ordered)
+    sharded, optimizer = by_wrapper(model, True, {})
+    for step in range(2):
+        if dist.get_rank() == step:
+            model.order = (0, 2)
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                sharded(torch.ones(2, FEATURES + 1))
+        loss_of(sharded, model, step, dist.get_rank(), 0, ((1, 2), True)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = train_whole(Ordered, [[[((1, 2), True)]] * 2] * 2, 0.9)[-1]
+    weights = {name: full(param.detach()) for name, param in model.named_parameters()}
+    assert_equal_tensors(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("option", ["verify_ranks", "cuda_graph_mode"])
+@on_ranks(2)
+def test_options_that_need_equal_steps_are_refused(option: str) -> None:
+    found = refusal(by_wrapper, build(Ordered), True, {option: True}, error=ConfigurationError)
+    assert "ranks_may_skip_units and " + option in found
+
+
 @on_ranks(2)
 def test_what_cannot_be_ordered_is_refused() -> None:
     model = build(Ordered)

@@ -138,6 +138,18 @@ class EngineOptions:
     # of units that ranks may skip: paths of modules, none: as they are registered; None: ranks call the same units
     skip_order: tuple[str, ...] | None = None
 
+    def __post_init__(self) -> None:
+        switches = {
+            "cuda_graph_mode": self.megatron_fsdp_cuda_graph_mode,
+            "verify_ranks (or MFSDP_VERIFY_RANKS)": bool(self.verify_ranks_s),
+        }
+        found = [name for name, is_on in switches.items() if is_on and self.skip_order is not None]
+        if found:
+            raise ConfigurationError(
+                f"ranks_may_skip_units and {' and '.join(found)} contradict each other, since ranks agree on each pass "
+                "on the host, and come to a unit by ways of their own; leave one of them out"
+            )
+
     @property
     def strategies(self) -> tuple[ShardingStrategy, ...]:
         """The strategies of dense parameters and of experts, where these have one of their own."""

@@ -72,7 +72,7 @@ class RankVerifier(Observer):
         self, group: dist.ProcessGroup, units: Sequence[Unit], timeout_s: float, order_is_fixed: bool, join: str
     ) -> None:
         self._order_is_fixed, self._units, self._timeout_s = order_is_fixed, units, timeout_s
-        self._cure = f"every rank has to call the same units in the same order, and {join} (mfsdp docs debugging)"
+        self._cure = f"{join} (mfsdp docs debugging)"
         self._ranks = dist.get_process_group_ranks(group)  # global ones, in order
         self._me = dist.get_rank(group)  # this rank's place among them
         # A gloo group of its own. torch names one by the number of groups, ambiguous after groups were destroyed.

@@ -677,7 +677,7 @@ class UsageAgreement:
         if highest != -minus_lowest:
             raise ScheduleError(
                 "ranks gathered or reduced different units, so weights or gradients of different units were mixed; "
-                f"every rank has to call the same units in the same order, and {self._join}; MFSDP_VERIFY_RANKS=1 "
+                f"{self._join}; MFSDP_VERIFY_RANKS=1 "
                 "names the first difference (mfsdp docs debugging)"
             )
         used = [bool(flag) for flag in found]

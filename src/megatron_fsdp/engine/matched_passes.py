@@ -26,6 +26,12 @@ from megatron_fsdp.sharding.units import ROOT_UNIT
 Report: TypeAlias = tuple[Pass, bool, tuple[SyncScope, ...]]
 """What a rank is about to do, whether it takes gradients, and how far its backward reduces each unit."""
 
+MEETING = (
+    "since ranks may skip units, each has to come to meet_ranks(model) after its passes, before it clips gradients, "
+    "saves a state dict or begins a collective of its own"
+)
+"""The remedy for ranks that send different things, since some still run passes."""
+
 _SWITCHES: Mapping[SyncScope, Mapping[str, bool]] = {
     SyncScope.EVERYWHERE: {"auto_sync": True, "defer_all": False},
     SyncScope.INSIDE: {"auto_sync": False, "is_last_microbatch": False, "defer_all": False},
@@ -133,7 +139,7 @@ def _agreed(reports: Sequence[Report]) -> Report:
 
 def _fill_forward(engine: Engine, takes_gradients: bool) -> None:
     """Run the communication of a forward that only other ranks compute."""
-    with torch.set_grad_enabled(takes_gradients):
+    with torch.inference_mode(False), torch.set_grad_enabled(takes_gradients):
         try:
             engine.pre_forward(ROOT_UNIT)
         except BaseException:
@@ -145,7 +151,7 @@ def _fill_forward(engine: Engine, takes_gradients: bool) -> None:
 def _fill_backward(engine: Engine, scheduler: OrderedScheduler, scopes: Sequence[SyncScope]) -> None:
     """Run the communication of a backward that only other ranks compute, with gradients of zero."""
     call = ForwardCall(ROOT_UNIT, 0, scheduler.last_call)
-    with ExitStack() as switches, torch.enable_grad():
+    with ExitStack() as switches, torch.inference_mode(False), torch.enable_grad():
         for unit, scope in zip(engine.units, scopes, strict=True):
             switches.enter_context(unit.mode.changed(**_SWITCHES[scope]))
         announcing_backward(engine, call, torch.zeros((), device=engine.device)).backward()

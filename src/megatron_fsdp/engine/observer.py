@@ -230,10 +230,9 @@ class Observers:
 
 
 _HANG_ADVICE = (
-    "this happens when ranks call different units (gloo may abort one of them with an error of its own): every rank "
-    "has to call the same units in the same order, and {join}; if a rank has raised an error of its own, see what it "
-    "printed; if one is missing, MFSDP_HANG_LOG=DIR names it and what it does, and MFSDP_VERIFY_RANKS=1 finds the "
-    "first difference between ranks (mfsdp docs debugging)"
+    "this happens when ranks call different units (gloo may abort one of them with an error of its own): {join}; if a "
+    "rank has raised an error of its own, see what it printed; if one is missing, MFSDP_HANG_LOG=DIR names it and what "
+    "it does, and MFSDP_VERIFY_RANKS=1 finds the first difference between ranks (mfsdp docs debugging)"
 )
 
 

@@ -146,7 +146,7 @@ class OrderedScheduler(Scheduler):
         self,
         unit: int,
         needs_backward: bool,  # noqa: ARG002 (ranks agree on it for the whole pass)
-        failed: bool = False,
+        failed: bool = False,  # noqa: ARG002 (then it skips the rest of the pass)
     ) -> tuple[int, tuple[Operation, ...]]:
         """End this rank's call; the root's end gathers the units that are left."""
         while self._calls_running and self._calls_running.pop() != unit:
@@ -157,10 +157,10 @@ class OrderedScheduler(Scheduler):
         self._last_call[unit] = self._number
         operations: list[Operation] = []
         if not self._calls_running:
-            while self._position < len(self.order.forward) and not failed:
+            while self._position < len(self.order.forward):
                 operations += self._next()
             while self._forward_stack:
-                super().forward_ends(self._forward_stack[-1], self.takes_gradients and not failed)
+                super().forward_ends(self._forward_stack[-1], self.takes_gradients)
         return self._number, tuple(operations)
 
     # ---- backward -----------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Owner, Unit, joined_late
 from megatron_fsdp.errors import ConfigurationError, DoorWords, ScheduleError, warn_caller
 from megatron_fsdp.fsdp2.even import EvenParameter
+from megatron_fsdp.optim.optimizer import watched_engines
 from megatron_fsdp.optim.state_dict import cut_state
 from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all, rank_mesh_of
 from megatron_fsdp.sharding.units import ends_of_vocabulary
@@ -459,7 +460,10 @@ def _unfinished() -> WeakSet[ShardState]:
     """
     states: WeakSet[ShardState] = WeakSet()
 
-    register_optimizer_step_pre_hook(lambda optimizer, *_unused: finish_models_of(optimizer))
+    watched_engines()
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_unused: finish_models_of(optimizer))
+    # First, so that the hooks of engines see what it has finished.
+    hook.hooks_dict_ref().move_to_end(hook.id, last=False)  # type: ignore[union-attr]
     return states
 
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from megatron_fsdp.comm.agreement import Groups, all_agree
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.engine import Engine, Pass
 from megatron_fsdp.engine.gradients import GRAD
 from megatron_fsdp.errors import ConfigurationError, RankError, ScheduleError, warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit, BlocksStep, problem_of_blocks
@@ -727,7 +727,7 @@ def connect(optimizer: Optimizer, engine: Engine) -> None:
         ConfigurationError: It keeps parameters, besides those of its groups, from before the model was sharded; or its
             steps cannot be captured, and `cuda_graph_mode` is on.
     """
-    _watchers()[engine].check_parameters(optimizer)
+    watched_engines()[engine].check_parameters(optimizer)
     if engine.keeps_gradients and engine.device.type == "cuda":
         check_capturable(optimizer)
     engine.connected.add(optimizer)
@@ -750,11 +750,11 @@ def connect_with_hooks(optimizer: Optimizer, engines: Sequence[Engine], describe
 
 def watch_optimizers(engine: Engine) -> None:
     """Check each step of optimizers that are not connected, and report it to an engine, for as long as it lives."""
-    _watchers()[engine] = OptimizerCheck(engine.words)
+    watched_engines()[engine] = OptimizerCheck(engine.words)
 
 
 @functools.cache
-def _watchers() -> weakref.WeakKeyDictionary[Engine, OptimizerCheck]:
+def watched_engines() -> weakref.WeakKeyDictionary[Engine, OptimizerCheck]:
     """Register torch's global hooks, once, and return the engines that they report to, with the checks of each.
 
     The hooks stay: a model may be collected while torch iterates over its hooks, which must not change then.
@@ -768,6 +768,8 @@ def _watchers() -> weakref.WeakKeyDictionary[Engine, OptimizerCheck]:
             hands_out = engine.open_pass or engine.full_units  # tensors that would miss the step
             if hands_out and (optimizer in engine.connected or engine.is_stepped_by(optimizer)):
                 engine.refuse_shown_copies("an optimizer stepped")
+            if optimizer not in engine.connected and engine.is_stepped_by(optimizer):
+                engine.on_pass(Pass.NONE)  # a connected one meets ranks that may skip units when it synchronises
         if seen.get(optimizer) is not optimizer.state:  # torch sets another one when it loads
             cut_state(optimizer)
             seen[optimizer] = optimizer.state

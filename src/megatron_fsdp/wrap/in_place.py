@@ -36,8 +36,9 @@ from megatron_fsdp.sharding.weight_formats import WeightFormat
 from megatron_fsdp.wrap.shard_unit import KnownSpecs, ModuleEvents, finish, shard_unit
 
 WITHOUT_JOIN = (
-    "one that has nothing to compute with a unit calls it with any input and adds 0 times the result to its loss, or "
-    "give ranks_may_skip_units=True where the model is sharded"
+    "every rank has to call the same units in the same order, and one that has nothing to compute with a unit calls it "
+    "with any input and adds 0 times the result to its loss, or give ranks_may_skip_units=True where the model is "
+    "sharded"
 )
 """The remedy for ranks without data, where a model has no method for it."""
 

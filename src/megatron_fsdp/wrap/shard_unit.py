@@ -7,6 +7,7 @@ are there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import DelayedGradients, Executor
 from megatron_fsdp.engine.group_plan import GroupPlan, Ranks
 from megatron_fsdp.engine.hooks import answer_for_sharded_parameters, register_hooks
-from megatron_fsdp.engine.matched_passes import match_passes, ordered_scheduler
+from megatron_fsdp.engine.matched_passes import MEETING, match_passes, ordered_scheduler
 from megatron_fsdp.engine.memory import CommunicationPool
 from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
 from megatron_fsdp.engine.param_group import ParameterGroup
@@ -195,6 +196,8 @@ def finish(
         delayed: The queue of weight gradients that are computed at the end of backward.
         words: Remedies, as the interface calls them.
     """
+    if options.skip_order is not None:
+        words = replace(words, join=MEETING)
     held = [unit.index for unit in units if unit.stays_gathered]
     plan = plan_memory(options.memory, options.reduces_early, [unit.group_plans for unit in units], held)
     user_buffers = _user_buffers(plan, ranks, options)
