@@ -3,6 +3,7 @@
 They are written down apart from the engine and the planner, which tests compare with them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -336,8 +337,17 @@ def _bucket_bytes(groups: Iterable[GroupFootprint]) -> dict[int, int]:
 
 
 def _largest_in_a_row(sizes: Sequence[int], count: int) -> int:
-    """The largest sum over `count` neighbours, or over all where there are fewer; 0 for none."""
-    return max((sum(sizes[first : first + count]) for first in range(len(sizes))), default=0)
+    """The largest sum over `count` neighbours, or over all where there are fewer; 0 for none.
+
+    Neighbours that together take more than so many of the most common size, of several the largest, have their turns
+    one after another.
+    """
+    counts = Counter(sizes)
+    usual = max(sizes, key=lambda size: (counts[size], size), default=0)
+    runs = [sizes[first : first + length] for length in range(1, count + 1) for first in range(len(sizes))]
+    return max(
+        (sum(run) for run in runs if len(run) == 1 or count >= len(sizes) or sum(run) <= count * usual), default=0
+    )
 
 
 def _all_but_one(whole_bytes: int, parts: int) -> int:

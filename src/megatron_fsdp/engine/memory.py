@@ -297,6 +297,9 @@ class BucketPool:
             self._made.append(self._pool.make(self._use, len(self._made), self._num_bytes))
             self._free.insert(0, self._made[-1])
         block = self._free.pop(0)
+        if needed > self._usual_bytes:
+            for idle in self._free:
+                idle.empty()
         block.hold(needed)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return block
