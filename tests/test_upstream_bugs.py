@@ -134,7 +134,7 @@ def test_gradients_arrive_through_mappings_whatever_module_is_registered_last(st
 def passed_on() -> tuple[dict[str, Any], dict[str, Any]]:
     """The keywords given to `fully_shard`, another value for each, and those that it hands to `fully_shard_model`."""
     net, values = build(), {name: object() for name in list(inspect.signature(fully_shard_model).parameters)[2:]}
-    values |= {"zero_dp_strategy": 2, "cuda_graph_mode": False}
+    values |= {"zero_dp_strategy": 2, "zero_dp_strategy_experts": 1, "cuda_graph_mode": False}
     module = inspect.getmodule(fully_shard)
     with mock.patch.object(module, "fully_shard_model", autospec=True, side_effect=InterruptedError) as called:
         try:
