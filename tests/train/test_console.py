@@ -144,7 +144,7 @@ def test_the_first_rank_prints_a_line_an_interval_and_the_folder_gets_everything
     assert found == [figures[0], figures[1], losses[1], figures[2], figures[3], losses[3]]
     assert "TFLOP/s" not in text
     assert "MFU not shown: the peak of this device is unknown; give --peak-tflops" in text
-    assert "2 units (Block) beside the root" in text
+    assert "3 units (Block; large ends embedding, head) beside the root" in text
     assert "\nbatch    global 5 = 2 ranks x 2 microbatches x 2 - 3 that only fill up\n" in text
 
     records = read_lines(tmp_path / "metrics.jsonl", StepRecord)
