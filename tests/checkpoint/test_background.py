@@ -210,14 +210,17 @@ def take_down(root: str) -> str:
     checkpoints = Checkpointer(root, keep_last=1, in_background=True)
     checkpoints.save(1, model, optimizer)
     checkpoints.wait()
-    is_down, write = threading.Event(), SealingWriter.write_data
+    writes, is_down, write = threading.Event(), threading.Event(), SealingWriter.write_data
 
     def write_later(*args: Any) -> Any:
+        writes.set()
         assert is_down.wait(LIMIT_S)
         return write(*args)
 
     SealingWriter.write_data = write_later  # type: ignore[method-assign]  # this process ends with the test
     checkpoints.save(2, model, optimizer)
+    assert writes.wait(LIMIT_S)
+    dist.barrier()  # no rank is in a collective of the save, which another could leave by taking its groups down
     dist.destroy_process_group()
     is_down.set()
     with pytest.raises(CheckpointError) as caught:
