@@ -426,7 +426,7 @@ _LATENCY_BYTES_PER_RANK = 2**20
 """Rings cut a message into one part for each rank."""
 
 
-_MOST_OF_A_SHARD = 1 / 16
+_MOST_OF_A_SHARD = 1 / 10
 """A merged unit's share of the weights that a rank keeps. Two slots, two buckets and scratch are as large, so merging
 adds at most a tenth to weights and Adam's state in one dtype."""
 
