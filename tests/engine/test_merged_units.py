@@ -79,7 +79,7 @@ def test_only_numbered_neighbours_of_one_class_in_one_list_are_merged() -> None:
     [
         ([0, 100, 100], 1, 0),  # nothing is sent
         ([256 * MIB, MIB], 2, 4 * MIB),
-        ([96 * MIB, MIB, MIB - 1], 2, 98 * MIB // 32 - 1),  # a small share of what a rank keeps
+        ([46 * MIB, MIB, MIB], 2, 48 * MIB // 20),  # a tenth of what a rank keeps
         ([0, 30 * MIB, 2 * MIB], 16, 16 * MIB),
         ([0, 30 * MIB, 2 * MIB], 64, 30 * MIB),  # as large as slots and buckets are anyway
     ],
