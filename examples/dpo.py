@@ -6,16 +6,12 @@ A row of the data has `prompt`, `chosen` and `rejected`, as texts or as messages
 """
 
 import datasets
-import torch.distributed as dist
 import trl
-from on_cpus import ON_CPU, shard_on_cpus
-from sft import adapters, arguments, load, parser, train
-
-import megatron_fsdp.fsdp2
+from sft import adapters, arguments, load, parser, run, train
 
 
 def main() -> None:
-    """Train as one of torchrun's ranks."""
+    """Train on preferences."""
     options = parser(__doc__)
     options.add_argument("--beta", type=float, default=0.1, help="how close the policy stays to the model it began as")
     given = options.parse_args()
@@ -36,8 +32,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    megatron_fsdp.fsdp2.install()
-    shard_on_cpus()
-    dist.init_process_group("gloo" if ON_CPU else "nccl")
-    main()
-    dist.destroy_process_group()
+    run(main)

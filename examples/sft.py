@@ -8,7 +8,7 @@ again with the same output, it resumes from the last checkpoint. OUTPUT/final is
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def load(folder: str) -> tuple[Any, Any]:
 
 
 def main() -> None:
-    """Train as one of torchrun's ranks."""
+    """Train on conversations."""
     options = parser(__doc__)
     options.add_argument("--packing", action="store_true", help="several short rows in one")
     given = options.parse_args()
@@ -120,9 +120,14 @@ def main() -> None:
     train(trainer, given.output)
 
 
-if __name__ == "__main__":
+def run(program: Callable[[], None]) -> None:
+    """Run a program as one of torchrun's ranks, with this engine instead of torch's FSDP2."""
     megatron_fsdp.fsdp2.install()
     shard_on_cpus()
     dist.init_process_group("gloo" if ON_CPU else "nccl")
-    main()
+    program()
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -84,7 +84,7 @@ class _Manager:
 
 
 def _check_model(model: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Raise on all ranks of a mesh, or all there are, for what is no plain model on one of them."""
+    """Raise on all ranks (of a mesh, if there is one) if one of them was given something else than a plain model."""
     groups = () if mesh is None else default_if_all(mesh.get_all_groups()) or (None,)
     with all_agree("making the model parallel", groups):
         found = next((part for part in model.modules() if isinstance(part, _PARALLEL)), None)

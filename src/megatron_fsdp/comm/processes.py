@@ -1,4 +1,4 @@
-"""Processes that are known again: by machine, number and start; and the launcher that restarts ranks."""
+"""Identities of processes (machine, number and start), and the launcher that restarts ranks."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ OffloadArgument = Any
 
 
 def offload_of(words: Sequence[str]) -> dict[str, float]:
-    """Parse the words of a flag, "KIND" or "KIND=FRACTION", into what `resolve_offload` takes.
+    """Parse the words of a flag, "KIND" or "KIND=FRACTION", into an argument of `resolve_offload`.
 
     Raises:
         ConfigurationError: A fraction is no number.

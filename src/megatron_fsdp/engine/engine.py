@@ -67,7 +67,7 @@ _NEVER = -1  # the weights_version of a forward that used no weights
 
 
 class Pass(IntEnum):
-    """What a rank is about to do with the whole model, as ranks that may skip units tell each other."""
+    """The next pass of a rank over the whole model, which ranks that may skip units tell each other."""
 
     NONE = 0  # nothing: it synchronises, steps, or waits for the others
     FORWARD = 1
@@ -75,7 +75,7 @@ class Pass(IntEnum):
 
 
 def _nothing(_begun: Pass) -> None:
-    """Begin a pass: every rank runs the same ones by itself."""
+    """Begin a pass without an agreement, where all ranks run the same ones."""
 
 
 @dataclass(slots=True, eq=False)

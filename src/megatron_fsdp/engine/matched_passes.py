@@ -1,4 +1,4 @@
-"""Passes of ranks that may skip units: ranks agree on each one, and who has none fills it in.
+"""Passes of ranks that may skip units: ranks agree on each one, and a rank that has none fills it in.
 
 See Note [Ranks that skip units] in `ordered_schedule.py` for what happens inside of a pass.
 """
@@ -24,7 +24,7 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.units import ROOT_UNIT
 
 Report: TypeAlias = tuple[Pass, bool, tuple[SyncScope, ...]]
-"""What a rank is about to do, whether it takes gradients, and how far its backward reduces each unit."""
+"""A rank's next pass, whether it takes gradients, and the sync scope of each unit in its backward."""
 
 MEETING = (
     "since ranks may skip units, each has to come to meet_ranks(model) after its passes, before it clips gradients, "
@@ -78,7 +78,7 @@ def _unit_around(unit: Unit, unit_of: Mapping[str, int]) -> int:
 
 
 def match_passes(engine: Engine) -> None:
-    """Have the ranks of an engine agree on every pass, so that each runs all that any of them runs."""
+    """Make the ranks of an engine agree on every pass, so that each rank runs all passes of the others, too."""
     engine.on_pass = MatchedPasses(engine).begin
 
 

@@ -133,7 +133,7 @@ class OrderedScheduler(Scheduler):
         return list(super().forward_begins(unit))
 
     def _again(self, unit: int) -> tuple[Operation, ...]:
-        """Use the weights of a unit that had its turn in this pass, if they are still there."""
+        """Use the weights of a unit that was gathered earlier in this pass, if they are still there."""
         if not self.is_gathered(unit):
             raise ScheduleError(
                 f"unit {self._name(unit)} is needed again, and was resharded meanwhile; where ranks may skip units, it "
@@ -206,7 +206,7 @@ class OrderedScheduler(Scheduler):
         return super().backward_begins(unit, self._weights_version)
 
     def gradient_arrives(self, unit: int) -> None:
-        """Note the first gradient of a unit; one whose turn is over cannot be added any more."""
+        """Note the first gradient of a unit; raise if the unit was reduced already."""
         state = self._units[unit]
         if unit in self._begun_backward and state.reduced:
             raise ScheduleError(
@@ -216,7 +216,7 @@ class OrderedScheduler(Scheduler):
         super().gradient_arrives(unit)
 
     def backward_ends(self) -> tuple[Operation, ...]:
-        """Reduce what is left, as on every rank: units that this rank's backward has not reached with zeros."""
+        """Reduce the remaining units; those that this rank's backward has not reached with gradients of zero."""
         operations = self._begin_root_backward(self._weights_version)
         for unit in self._backward:
             if unit not in self._begun_backward:

@@ -327,7 +327,7 @@ def flags(plan: Plan) -> list[str]:
 
 
 def _offload_words(offload: Offload) -> list[str]:
-    """Return what `--megatron-fsdp-offload` is given for this: main weights stand for their gradients and state."""
+    """Return the values of `--megatron-fsdp-offload`; main weights stand for their gradients and state."""
     kinds = ("main_weights", "compute_weights") if offload.main_weights else ("optimizer_state", "compute_weights")
     found = {kind: getattr(offload, kind) for kind in kinds}
     return [kind if part == 1 else f"{kind}={part:g}" for kind, part in found.items() if part]

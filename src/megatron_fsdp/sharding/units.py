@@ -428,7 +428,7 @@ _LATENCY_BYTES_PER_RANK = 2**20
 
 _MOST_OF_A_SHARD = 1 / 10
 """A merged unit's share of the weights that a rank keeps. Two slots, two buckets and scratch are as large, so merging
-adds at most a tenth to weights and Adam's state in one dtype."""
+adds at most a sixth to weights and Adam's state in one dtype."""
 
 
 def message_bytes(unit_bytes: Sequence[int], num_ranks: int) -> int:
