@@ -30,10 +30,6 @@ class DoorWords:
         "every rank has to call the same units in the same order, and one that has nothing to compute with a unit "
         "calls model.join(unit, hidden) instead, or give fully_shard ranks_may_skip_units=True"
     )
-    optimizer: str = (
-        "hand model and optimizer to fully_shard together, or build the optimizer on model.parameters() after the "
-        "model is sharded"
-    )
     sync: str = (  # of gradients that nothing has reduced
         "(no_sync, or sync_model_each_microbatch=False), so nothing was updated; connect it with "
         "fully_shard_optimizer or DistributedOptimizer, or call finish_grad_sync first"

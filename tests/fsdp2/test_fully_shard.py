@@ -484,7 +484,7 @@ def test_messages_name_the_calls_of_this_interface() -> None:
     model = build()
     before = sgd(model)
     shard(model)(tokens).sum().backward()
-    with pytest.raises(ConfigurationError, match=r"build the optimizer on model.parameters\(\) after fully_shard"):
+    with pytest.raises(ConfigurationError, match=r"build the optimizer on model.parameters\(\) after the model"):
         before.step()
 
 

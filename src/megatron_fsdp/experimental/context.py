@@ -37,11 +37,7 @@ from megatron_fsdp.wrap.in_place import (
 _OPEN: ContextVar[FsdpContext | None] = ContextVar("fully_shard_context", default=None)
 
 
-_WORDS = DoorWords(
-    reset="reset() of the fully_shard_context",
-    join=WITHOUT_JOIN,
-    optimizer="build the optimizer on the parameters of the modules after fully_shard",
-)
+_WORDS = DoorWords(reset="reset() of the fully_shard_context", join=WITHOUT_JOIN)
 
 
 class FsdpContext:

@@ -78,7 +78,6 @@ INSTALLED = "torch.distributed.fsdp.fully_shard is that of megatron_fsdp.fsdp2, 
 _WORDS = DoorWords(
     reset="reset_iter_state() on the root module",
     join=WITHOUT_JOIN,
-    optimizer="build the optimizer on model.parameters() after fully_shard",
     sync="(set_requires_gradient_sync(False)), so nothing was updated; call set_requires_gradient_sync(True) before "
     "the last backward of a step",
 )

@@ -114,7 +114,8 @@ class OptimizerCheck:
             if param.grad is None and param.requires_grad:
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} holds {replaced_name(param)} in {where} as it was before the model "
-                    f"was sharded, where no gradient comes, so its steps train nothing; {self._words.optimizer}"
+                    f"was sharded, where no gradient comes, so its steps train nothing; build the optimizer on "
+                    "model.parameters() after the model is sharded"  # whichever model finds it
                 )
 
     def warn_of_unreduced(self, optimizer: Optimizer, engine: Engine) -> None:
