@@ -2,7 +2,9 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,32 @@ def test_errors_of_other_code_are_shown_by_functions_that_cannot_fail() -> None:
                     shown = node.args
                 if any(isinstance(each, ast.Name) and each.id == handler.name for each in shown):
                     found.append(f"{short_name(path)}:{node.lineno}")
+    assert found == []
+
+
+INDIRECT = re.compile(r"\b(what|whether|how)\b|\bin place of\b|^(let|say|tell)\b", re.IGNORECASE)
+"""Indirect questions and their like, which say less than a verb with a noun of the field."""
+
+
+def summaries(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line number and first line of each docstring of a file, those of attributes included."""
+    for node in ast.walk(parse(path)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        assigned = (after for before, after in pairwise(node.body) if isinstance(before, ast.Assign | ast.AnnAssign))
+        for found in (*node.body[:1], *assigned):
+            text = found.value.value if isinstance(found, ast.Expr) and isinstance(found.value, ast.Constant) else None
+            if isinstance(text, str):
+                yield found.lineno, text.strip().partition("\n")[0]
+
+
+def test_summaries_are_no_indirect_questions() -> None:
+    found = [
+        f"{short_name(path)}:{line}: {text}"
+        for path in python_files("src")
+        for line, text in summaries(path)
+        if INDIRECT.search(re.sub("`[^`]*`", "", text))
+    ]
     assert found == []
 
 

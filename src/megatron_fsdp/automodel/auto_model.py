@@ -73,7 +73,7 @@ _NOT_YET: Mapping[str, str] = {
     "qat_config": "train in floating point, and quantise the saved files",
     "compile_config": "give FSDP2Config(enable_compile=True), which compiles the layers",
 }
-"""Arguments of NeMo AutoModel that are not supported, and what to use instead."""
+"""Arguments of NeMo AutoModel that are not supported, and their replacements."""
 
 
 def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ _IGNORED = ("_recursive_", "_convert_")
 
 @dataclass(frozen=True, init=False)
 class DistributedSetup(Mapping[str, Any]):
-    """A strategy, sizes, and how stages and experts are run: `from_pretrained(path, distributed_setup=setup)`.
+    """A strategy, sizes, and the settings of stages and experts: `from_pretrained(path, distributed_setup=setup)`.
 
     It reads as a dictionary, too, with the keys of NeMo AutoModel's parser of the YAML section.
 

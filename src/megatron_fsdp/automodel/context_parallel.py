@@ -35,7 +35,7 @@ STARTS = "document_starts"
 """The key of packed batches, and the argument of attention: where in the whole sequence a token's document begins."""
 
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What collators add to `position_ids`, or give instead, to say where documents begin."""
+"""Keys of packed batches beside or instead of `position_ids`, by which collators mark the documents."""
 
 ATTRIBUTE = "context_parallel"
 """The attribute of attention modules that holds their `ContextParallel`."""

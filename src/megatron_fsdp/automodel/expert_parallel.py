@@ -193,7 +193,7 @@ def _problem(part: nn.Module) -> str | None:
 
 
 def _takes_routing(part: nn.Module) -> bool:
-    """Return whether forward takes tokens, indices and weights, in this order; the names differ between families."""
+    """Return True if forward takes tokens, indices and weights, in this order; the names differ between families."""
     names = [
         name
         for name, parameter in inspect.signature(part.forward).parameters.items()

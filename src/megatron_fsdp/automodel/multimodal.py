@@ -1,4 +1,4 @@
-"""Models that read images or sound: their towers, and what happens to these."""
+"""Models that read images or sound: find, freeze and shard their towers."""
 
 from __future__ import annotations
 

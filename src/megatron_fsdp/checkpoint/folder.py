@@ -188,7 +188,7 @@ def _paths_of(metadata: object, where: str, budget: ReadingBudget) -> dict[str, 
 
 
 def is_plain_name(name: object) -> bool:
-    """Return whether it names a file of a folder, and nothing outside of it."""
+    """Return True if it names a file of a folder, and nothing outside of it."""
     if not isinstance(name, str) or not name.isprintable() or "\\" in name or len(name.encode()) > _MAX_NAME_BYTES:
         return False
     return PurePosixPath(name).name == name and name not in ("", "..")
@@ -215,7 +215,7 @@ def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Return whether boxes inside a tensor hold each element once, in time linear in their number.
+    """Return True if boxes inside a tensor hold each element once, in time linear in their number.
 
     Their volumes are added up, with every coordinate moved to a random place of its own: the sum is the volume of the
     whole tensor if each element is in one box, and otherwise with odds of (number of dimensions) / `_PRIME`.

@@ -160,7 +160,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class SideFileProblem(NamedTuple):
-    """A problem of one file: whether the file exists, its name, and the reason."""
+    """A missing or damaged file: its state, its name, and the reason."""
 
     state: Literal["missing", "damaged"]
     name: str

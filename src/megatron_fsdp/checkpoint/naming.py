@@ -117,7 +117,7 @@ def original_name(model: nn.Module, name: str) -> str:
 
 
 def is_repeated(model: nn.Module, name: str) -> bool:
-    """Return whether a bare name is a copy of a parameter of another rank."""
+    """Return True if a bare name is a copy of a parameter of another rank."""
     return original_name(model, name) != name
 
 
@@ -195,7 +195,7 @@ def unwrapped(
 
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:
-    """Return whether a bare name of a checkpoint belongs to an expert or a pipeline stage of another rank."""
+    """Return True if a bare name of a checkpoint belongs to an expert or a pipeline stage of another rank."""
     names = getattr(model, "checkpoint_names", None)
     return name in place_of(model).names or (names is not None and names.held(name) is None)
 
@@ -213,7 +213,7 @@ def listed_names(optimizer: torch.optim.Optimizer, model: nn.Module, own: Names)
 
 
 def model_section(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state, with one `module.` before each name, whether a wrapper adds it or not."""
+    """Return the model's state with one `module.` before each name, also of a model without a wrapper."""
     return {f"{PREFIX}{own_name(model, key)}": value for key, value in model.state_dict().items()}
 
 

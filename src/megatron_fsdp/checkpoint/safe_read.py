@@ -454,7 +454,7 @@ def _parameter(data: Any, requires_grad: Any, hooks: Any) -> torch.nn.Parameter:
 
 
 def are_lengths(values: Any) -> bool:
-    """Return whether a value may be the shape, strides or offsets of a tensor."""
+    """Return True if a value may be the shape, strides or offsets of a tensor."""
     is_shape = isinstance(values, tuple | list) and len(values) <= _MAX_DIMS
     return is_shape and all(type(n) is int and 0 <= n < TOO_MANY for n in values)
 

@@ -85,7 +85,7 @@ def iteration_of(name: str) -> int | None:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a folder holds the file that is written last."""
+    """Return True if a folder holds the file that is written last."""
     return (path / MARK_OF_WHOLE).is_file()
 
 

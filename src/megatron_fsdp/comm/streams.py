@@ -242,7 +242,7 @@ class SideStream:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether the current stream is being captured into a CUDA graph."""
+    """Return True if the current stream is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -130,7 +130,7 @@ class ResolvedPrecision:
 def resolve_precision(
     policy: MixedPrecisionPolicy, param_dtype: torch.dtype, compute_dtype: torch.dtype | None = None
 ) -> ResolvedPrecision:
-    """Apply a policy to the parameters of one dtype; `compute_dtype`: what they are cast to for compute, if anything.
+    """Resolve a policy for the parameters of one dtype; `compute_dtype`: to which they are cast for compute, if any.
 
     Parameters that are not real floating-point numbers (integers, booleans, complex numbers) cannot be cast to the
     policy's dtypes without loss, so everything about them keeps their own dtype. Gradients of float8 parameters that

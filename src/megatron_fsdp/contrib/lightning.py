@@ -38,7 +38,7 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class _ShardsUnits:
-    """What both strategies add to Lightning's: arguments that say how to shard, and the sharding."""
+    """Mixin of both strategies: the arguments of `fully_shard`, and the call that shards."""
 
     def __init__(
         self,

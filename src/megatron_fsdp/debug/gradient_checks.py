@@ -72,7 +72,7 @@ class CheckByName(GradientCheck):
 
 
 def _first_few(findings: Iterable[str]) -> str:
-    """Format the first findings, and how many more there are."""
+    """Format the first findings, and the number of the others."""
     listed = list(findings)
     more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
     return "; ".join(listed[:_SHOWN]) + more

@@ -75,7 +75,7 @@ class UnitDescription:
 
 @dataclass(frozen=True)
 class MemoryDescription:
-    """Memory of this rank, in bytes, and how it is borrowed."""
+    """Memory of this rank, in bytes: states, and blocks that are borrowed."""
 
     allocator: str  # allocator of gathered weights
     slots: int  # how many units besides the root are gathered at a time, where weights are sharded; else 0

@@ -65,7 +65,7 @@ class Tolerance:
         return ~(is_near | (got == want) | (got.isnan() & want.isnan()))
 
     def agrees(self, expected: Tensor, found: Tensor, extra: Tensor | None = None) -> bool:
-        """Return whether shapes are equal and no element differs."""
+        """Return True if shapes are equal and no element differs."""
         return expected.shape == found.shape and not bool(self.differing(expected, found, extra).any())
 
 

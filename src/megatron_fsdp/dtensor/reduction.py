@@ -115,7 +115,7 @@ def largest(parts: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 class WholeScalar(torch.Tensor):
-    """A scalar that every rank has whole, such as the total norm of gradients: plain, but for what DTensors offer.
+    """A scalar that every rank has whole, such as a norm of all gradients: a plain tensor with methods of DTensors.
 
     Any operation on it gives a plain tensor.
     """

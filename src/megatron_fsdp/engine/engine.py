@@ -67,7 +67,7 @@ _NEVER = -1  # the weights_version of a forward that used no weights
 
 
 class Pass(IntEnum):
-    """The next pass of a rank over the whole model, which ranks that may skip units tell each other."""
+    """The next pass of a rank over the whole model, on which ranks that may skip units agree."""
 
     NONE = 0  # nothing: it synchronises, steps, or waits for the others
     FORWARD = 1
@@ -116,7 +116,7 @@ def engine_of_model(model: object) -> Engine:
 
 
 def ranks_of_model(model: object) -> tuple[dist.ProcessGroup | None, ...]:
-    """Return groups that reach all ranks of a model; none for what is no sharded model."""
+    """Return groups that reach all ranks of a model; none if the model is not sharded."""
     try:
         return engine_of_model(model).reaching_all
     except ConfigurationError:

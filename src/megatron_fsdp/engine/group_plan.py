@@ -103,7 +103,7 @@ def local_tensor(param: torch.Tensor) -> torch.Tensor:
 
 
 GATHER_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
-"""The extension of FSDP2 by which a tensor class encodes its shards and wraps what was gathered."""
+"""The extension of FSDP2 by which a tensor class encodes its shards and wraps the gathered tensors."""
 
 
 def is_tensor_extension(param: torch.Tensor) -> bool:

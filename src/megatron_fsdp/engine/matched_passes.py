@@ -24,7 +24,7 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.units import ROOT_UNIT
 
 Report: TypeAlias = tuple[Pass, bool, tuple[SyncScope, ...]]
-"""A rank's next pass, whether it takes gradients, and the sync scope of each unit in its backward."""
+"""A rank's next pass, if it takes gradients, and the sync scope of each unit in its backward."""
 
 MEETING = (
     "since ranks may skip units, each has to come to meet_ranks(model) after its passes, before it clips gradients, "

@@ -243,7 +243,7 @@ class OrderedScheduler(Scheduler):
 
     @property
     def note(self) -> str:
-        """The sentence of `describe()`: the order, and what this rank has gathered for others."""
+        """The sentence of `describe()`: the order, and the weights this rank has gathered for others only."""
         return (
             f"ranks may skip units, which are gathered in the order {self.order}; this rank has gathered "
             f"{self.filled_in:,} units only for others"

@@ -361,7 +361,7 @@ class ParameterGroup:
                 self._watch(self.sharded[index], index)
 
     def move_into(self, memory: torch.Tensor) -> None:
-        """Move what all-gathers send into other memory, of a pool that keeps its addresses."""
+        """Move the send buffers of all-gathers into memory of a pool that keeps its addresses."""
         self.weights.move_into(self.plan, memory)
         if not self.plan.shards_compute_weights:
             self.point_full_to(self.weights.compute.local)

@@ -49,7 +49,7 @@ class Owner(NamedTuple):
 
 
 _Swap = tuple[Owner, dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter, bool]
-"""An owner, its dictionary and attribute, the full and the sharded parameter for it, and whether it is set directly."""
+"""(owner, its dictionary, its attribute, full parameter, sharded parameter, True if it is set directly)."""
 _version = attrgetter("_version")
 
 
@@ -417,7 +417,7 @@ class StructureCheck:
     """
 
     def __init__(self, roots: Mapping[str, nn.Module], units: Sequence[Unit]) -> None:
-        """Note what belongs to the modules of `roots`, by path."""
+        """Record the modules and parameters of `roots`, by path."""
         # by label, unit modules that were compiled in place, which must not be compiled again
         self.compiled: list[tuple[str, weakref.ref[nn.Module], object]] = []
         modules = [(name, part) for path, root in roots.items() for name, part in root.named_modules(prefix=path)]

@@ -145,7 +145,7 @@ def _buffer_placements(placements: Placements) -> BufferPlacements:
 
 
 class FsdpModule(nn.Module):
-    """A module that `fully_shard` has sharded in place; its class is a subclass of this and of what it was."""
+    """A module that `fully_shard` has sharded in place; its class is a subclass of this and of its former class."""
 
     class Phase(enum.Enum):
         """Phases of a sharded module."""

@@ -1,4 +1,4 @@
-"""Placements of a unit's buffers in torch's own classes, and `Flat`, which names what `Shard(0)` means here."""
+"""Placements of a unit's buffers in torch's own classes, and `Flat`, a name for `Shard(0)` of flat buffers."""
 
 from __future__ import annotations
 

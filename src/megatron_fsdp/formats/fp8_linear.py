@@ -300,7 +300,7 @@ class Fp8Quantizer(WrappingQuantizer):
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MULTIPLIED, _DECODED = Fp8Compute().name, Fp8().name
-"""The format that linears multiply, and the one of what no linear multiplies: it gathers the same bytes."""
+"""The format of weights that linears multiply, and that of all others, which gathers the same bytes."""
 
 
 def encoded_parameters(

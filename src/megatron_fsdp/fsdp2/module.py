@@ -18,7 +18,7 @@ from megatron_fsdp.wrap.shard_unit import AppliedInterfaces, refuse_torch
 
 
 class ShardedModule(FSDPModule):
-    """A module sharded in place; its class is a subclass of this and of what it was.
+    """A module sharded in place; its class is a subclass of this and of its former class.
 
     Methods are those of torch's `FSDPModule`; what differs is said at each.
     """

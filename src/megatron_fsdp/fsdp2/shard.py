@@ -1,4 +1,4 @@
-"""`fully_shard` with torch's signature: its arguments, and what they mean on this engine."""
+"""`fully_shard` with torch's signature, translated into settings of this engine."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
 def _has_extensions(
     owned: list[tuple[str, nn.Parameter, tuple[Owner, ...]]], plans: MeshPlans, sharding: Sharding
 ) -> bool:
-    """Return True if a tensor class is gathered in its own way; raise if it does not say how, or cannot be here."""
+    """Return True if a tensor class is gathered in its own way; raise if the setup does not support that."""
     found = False
     for name, param, (owner, *_) in owned:
         module = owner.module()

@@ -52,7 +52,7 @@ _END_REMEDY = (
 
 @dataclass(eq=False)
 class MeshPlans:
-    """The rank mesh of a device mesh, and what calls over it share: shardings and the plans of equal blocks."""
+    """The rank mesh of a device mesh, with the shardings and the plans of equal blocks that calls over it share."""
 
     mesh: RankMesh
     known: KnownPlans = field(default_factory=KnownPlans)
@@ -218,7 +218,7 @@ class ShardState:
         return engine
 
     def _facts(self, path: str) -> dict[str, str]:
-        """List what all ranks must have in common."""
+        """List the facts that all ranks must have in common."""
         facts = {
             "reshard_after_forward": str(self.reshard_after_forward),
             "mp_policy": str(self._mp_policy),
@@ -333,7 +333,7 @@ class ShardState:
             self.reshard()
 
     def keep_gathered(self) -> None:
-        """Tell the scheduler how long the unit stays gathered."""
+        """Set in the scheduler after which passes the unit stays gathered."""
         if (engine := self.engine) is not None:
             after_forward, after_backward = self.reshard_after_forward is False, not self.reshard_after_backward
             for unit in self.units:

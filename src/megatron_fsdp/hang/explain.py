@@ -1,4 +1,4 @@
-"""Explain a hang from the logs of all ranks: the rank that stands out, where it is, and what the others wait for."""
+"""Explain a hang from the logs of all ranks: find the rank that stands out, and the collective that waits for it."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ class _Ranks:
         return [each for each in self.states if each.communication_failed or (each.waits and self._stands_still(each))]
 
     def _stands_still(self, state: State) -> bool:
-        """Return whether a rank had exceeded the time limit when it was last seen.
+        """Return True if a rank had exceeded the time limit when it was last seen.
 
         A launcher ends the remaining ranks by SIGTERM when one has failed. If a wait had ended in an error, by whatever
         time limit, a remaining rank stood still if it was quiet for longer than clocks and heartbeats are uncertain.

@@ -304,7 +304,7 @@ class Ring:
         beside.replace(path)
 
     def note_terminations(self) -> None:
-        """Append Python's stack to the file when SIGTERM comes, before what SIGTERM does otherwise.
+        """Append Python's stack to the file at SIGTERM, before the handler that was installed.
 
         It works while this process waits in a collective, where a handler in Python would have to wait too, and would
         keep the process from ending. Of several logs of a process the last that asked gets it. A handler that is

@@ -40,7 +40,7 @@ from megatron_fsdp.sharding.shards import Cut, ListedCut, ShardDescription, Tens
 BLOCK = 256
 """Elements that share a scale."""
 BUCKET_NUMEL = 1 << 20
-"""Elements that are computed at a time; what is decoded is borrowed for one bucket of the step."""
+"""Elements that are computed at a time; decoded states are borrowed for one bucket of the step."""
 
 _CODES, _SCALES = ("exp_avg_codes", "exp_avg_root_codes"), ("exp_avg_scales", "exp_avg_root_scales")
 _STEP = "step"

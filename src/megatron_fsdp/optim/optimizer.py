@@ -795,7 +795,7 @@ def watched_engines() -> weakref.WeakKeyDictionary[Engine, OptimizerCheck]:
 
 
 def _adopt(optimizer: Optimizer, engines: Iterable[Engine]) -> None:
-    """Spare an optimizer that is not connected what DTensors cost: dispatch in its steps, and gradients that are None.
+    """Spare an optimizer that is not connected the costs of DTensors: dispatch in steps, and gradients that are None.
 
     Its steps run on local tensors (`local_step.py`), where they are of a known kind; `zero_grad` frees main gradients.
     """

@@ -160,7 +160,7 @@ def _cut_as(param: DTensor, key: str, value: Any) -> Any:
 
 
 def _with_numbers(state_dict: StateDict) -> StateDict:
-    """Merge what torch.distributed.checkpoint has loaded under "0" into what it has filled under 0.
+    """Merge the state that torch.distributed.checkpoint has loaded under "0" into that which it has filled under 0.
 
     It loads tensors in place, but puts other objects back under keys that it has turned into strings.
     """

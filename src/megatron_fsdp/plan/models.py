@@ -61,7 +61,7 @@ def build_meta_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Mo
 
 
 def comes_from_config(spec: ModelSpec) -> bool:
-    """Return whether a model is built from a config, so that its dtype can be chosen."""
+    """Return True if a model is built from a config, so that its dtype can be chosen."""
     if isinstance(spec, str):
         return spec in PRESETS or Path(spec).exists() or ":" not in spec
     return not callable(spec)

@@ -210,7 +210,7 @@ class DecoderShare:
         self.hidden_bytes = self.tokens * shape.hidden * self.dtype.itemsize
 
     def is_mixture(self, layer: int) -> bool:
-        """Return whether a layer has experts."""
+        """Return True if a layer has experts."""
         return any(len(shape) == 3 for shape in self._matrices[layer].values())
 
     def products(self, layer: int, tp: int) -> list[_Product]:

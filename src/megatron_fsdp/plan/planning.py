@@ -174,7 +174,7 @@ def _notes(module: nn.Module, sequence_length: int) -> Iterator[str]:
 
 
 def _labels_rows(module: nn.Module) -> bool:
-    """Return whether a model of transformers takes a label for each row instead of each token."""
+    """Return True if a model of transformers takes a label for each row instead of each token."""
     return type(module).__name__.endswith("ForSequenceClassification")
 
 

@@ -270,7 +270,7 @@ def advice(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """Return one sentence on whether the plan fits."""
+    """Return one sentence: the plan fits, or the bytes it lacks."""
     usable, away = plan.machine.usable_bytes, plan.memory.away_bytes
     left = usable - plan.memory.peak_bytes
     room = in_bytes(plan.machine.host_memory_bytes)

@@ -213,7 +213,7 @@ def resolve_ranks(ranks: Ranks) -> ParallelRanks:
 
 
 def is_count(size: object) -> bool:
-    """Return whether a value is a whole number of 1 or more."""
+    """Return True if a value is a whole number of 1 or more."""
     return isinstance(size, int) and not isinstance(size, bool) and size >= 1
 
 
@@ -281,7 +281,7 @@ class Setup:
             )
 
     def may_offload(self, offload: Offload) -> bool:
-        """Return whether the engine can offload this state: alone, and with compute weights."""
+        """Return True if the engine can offload this state: alone, and with compute weights."""
         is_alone = offload.optimizer_state and not offload.main_weights
         shares_outer = self.outer not in (None, ShardingStrategy.no_shard)
         is_whole = self.optimizer.name in (MUON, EIGHT_BIT)

@@ -1,4 +1,4 @@
-"""Layouts: where the tensors of a group lie in one flat buffer, and how that buffer is cut into equal shards.
+"""Layouts: the places of a group's tensors in one flat buffer, and the equal shards of that buffer.
 
 A layout is pure data: no devices, no ranks, no side effects. Offsets and lengths count elements unless a name says
 otherwise. `plan_layout` makes one.

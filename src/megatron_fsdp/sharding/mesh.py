@@ -307,7 +307,7 @@ def _dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _has_dim(mesh: DeviceMesh, name: str) -> bool:
-    """Return whether a mesh has a dimension, or a flattened one, of that name."""
+    """Return True if a mesh has a dimension, or a flattened one, of that name."""
     try:
         mesh.get_group(name)
     except KeyError:

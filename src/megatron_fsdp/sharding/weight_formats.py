@@ -1,4 +1,4 @@
-"""Weight formats: how weights are rounded and packed into bytes before they are gathered.
+"""Weight formats: round weights and pack them into bytes before they are gathered.
 
 An encoded buffer is a linear image of the flat buffer: every `block_numel` elements become `block_bytes` bytes (a
 block's own scale, if it has one, and codes). So `gather(encode(x))` is `encode(gather(x))` for any cut between blocks.

@@ -1,4 +1,4 @@
-"""Timelines of training: when each unit computed and communicated, and how much was hidden behind what."""
+"""Timelines of training: compute and communication of each unit, and the share of communication that was hidden."""
 
 from megatron_fsdp.trace.files import RankTrace, chrome_events, merge_traces, read_traces, write_timeline
 from megatron_fsdp.trace.recorder import Recorder, trace

@@ -144,7 +144,7 @@ Counts = tuple[int, int, int, int]
 
 @dataclass
 class StepLog:
-    """The records of one step after its first mark, and whether some were dropped for lack of room."""
+    """The records of one step after its first mark; `is_cut`: some were dropped for lack of room."""
 
     index: int
     start: Any

@@ -276,7 +276,7 @@ class RunCheckpoints:
         return changes_of(self._state.saved_facts, self._state.facts)
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after a step that is not the last one."""
+        """Return True to save after a step that is not the last one."""
         every = self._options.save_interval
         return self._checkpointer is not None and every is not None and step % every == 0
 

@@ -193,7 +193,7 @@ _MET_TOGETHER = (CheckpointError, RankError, ConfigurationError)  # whose messag
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or its cause, means that an accelerator or the machine is out of memory."""
+    """Return True if an error, or its cause, means that an accelerator or the machine is out of memory."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, torch.OutOfMemoryError | MemoryError):

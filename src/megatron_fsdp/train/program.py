@@ -93,7 +93,7 @@ def resolve_here(options: Options, ranks: int, restarts: int = 0) -> Job:
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Return whether torchrun (or this launcher) started this process as a rank."""
+    """Return True if torchrun (or this launcher) started this process as a rank."""
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 

@@ -97,7 +97,7 @@ def reduce_values(rank: Rank, values: Sequence[float], how: Literal["sum", "max"
 
 
 def is_first_here(rank: Rank) -> bool:
-    """Return whether this is the first rank of its machine (torchrun's LOCAL_RANK), or without it, of all."""
+    """Return True if this is the first rank of its machine (torchrun's LOCAL_RANK), or without it, of all."""
     return int(os.environ.get("LOCAL_RANK", rank.index)) == 0
 
 

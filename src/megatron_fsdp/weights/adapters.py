@@ -86,7 +86,7 @@ def merges_of(base: nn.Module) -> dict[int, tuple[Merge, ...]]:
 
 
 def adapter_tensors(module: Any) -> tuple[list[LiveTensor], dict[str, FileTensor]]:
-    """Return the tensors of a peft model's active adapter, and what `save_adapter` stores of them, by key."""
+    """Return the tensors of a peft model's active adapter, and by key the entries of the file of `save_adapter`."""
     active = getattr(module, "active_adapter", "default")
     name = active if isinstance(active, str) else next(iter(getattr(module, "peft_config", {})), "default")
     return adapter_files(peft_model(module, name), name)

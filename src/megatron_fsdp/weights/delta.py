@@ -1,4 +1,4 @@
-"""This rank's ranges of the tensors on the wire, and which of their elements have changed since they were last sent."""
+"""This rank's ranges of the tensors on the wire, and their elements that have changed since they were last sent."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def local_shards(plan: Plan, values: str, ranks: Groups) -> Iterator[Shard]:
 
 
 def _boxes_of(source: Source, values: str, ranks: Groups) -> tuple[list[tuple[Box, torch.Tensor]], bool]:
-    """Return this rank's elements of a tensor as boxes of it, and whether no other rank gives the same ones."""
+    """Return this rank's elements of a tensor as boxes of it, and True if no other rank gives the same ones."""
     tensor = source.tensor.detach()
     if source.place is not None:
         engine, group, index = source.place
@@ -157,7 +157,7 @@ class Snapshot:
         self._next, self._next_version, self._is_complete = dict(copied), version, False
 
     def changes(self, version: int, shards: Iterator[Shard]) -> Changes:
-        """Compare all ranges with what was committed; the differences are to be committed once they were sent."""
+        """Compare all ranges with the committed ones; the differences are to be committed once they were sent."""
         found = Changes()
         self._next, self._next_version, self._is_complete = {}, version, False
         for shard in shards:
@@ -176,11 +176,11 @@ class Snapshot:
         return tensor.to("cpu", copy=True) if self._on_cpu else tensor.clone()
 
     def finish(self) -> None:
-        """Mark what was taken last as sent."""
+        """Mark the ranges taken last as sent."""
         self._is_complete = True
 
     def commit(self) -> None:
-        """Take over what was sent last."""
+        """Take over the values sent last."""
         if not self._is_complete:
             raise ScheduleError("no pass was completed since the last commit(); iterate over all of it first")
         for key, (indices, values) in self._next.items():

@@ -145,7 +145,7 @@ def _layer_of(name: str) -> tuple[str, int] | None:
 
 
 def layerwise_groups(names: Iterable[str]) -> list[list[str]]:
-    """Group names by layer, as vLLM does: what is before and after the layers is a group each."""
+    """Group names by layer, as vLLM does: those before and those after the layers are a group each."""
     first: list[str] = []
     last: list[str] = []
     layers: dict[str, dict[int, list[str]]] = {}
@@ -261,7 +261,7 @@ def make_plan(module: nn.Module, choice: Choice, groups: Groups, receivers: Sequ
 def _live_tensors(
     module: Any, choice: Choice
 ) -> tuple[list[LiveTensor], Callable[[Shapes], dict[str, FileTensor]], Mapping[int, Sequence[Merge]]]:
-    """Return the tensors to send, their counterparts on the wire by shapes, and adapters by id of what they add to."""
+    """Return the tensors to send, their counterparts on the wire by shapes, and adapters by id of their tensor."""
     is_peft = bool(getattr(module, "peft_config", None))
     if is_peft and choice.adapters == "refuse":
         raise ConfigurationError(
@@ -286,7 +286,7 @@ def _with_factors(merges: Sequence[Merge]) -> tuple[tuple[Merge, Mapping[str, So
 
 
 def _source(live: LiveTensor) -> Source:
-    """Find a tensor among the groups of its engine, and what other ranks hold of it."""
+    """Find a tensor among the groups of its engine, and the shards of it on other ranks."""
     tensor = live.tensor
     if tensor.device.type == "meta":
         raise ConfigurationError(f"{live.name} is on the meta device; initialise the model first")
@@ -366,7 +366,7 @@ def fed(source: Source, feeds: Mapping[str, Sequence[tuple[Wire, Part]]]) -> lis
 def _in_order(
     sources: Sequence[Source], wires: Mapping[str, Wire], feeds: Mapping[str, Sequence[tuple[Wire, Part]]]
 ) -> list[Source]:
-    """Sort sources layer by layer, after what has no number; inside of a layer as files list them."""
+    """Sort sources layer by layer, after those without a number; inside of a layer as files list them."""
     layers = {name: at for at, layer in enumerate(layerwise_groups(wires)) for name in layer}
     at_name = {name: at for at, name in enumerate(wires)}
 

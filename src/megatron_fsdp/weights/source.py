@@ -304,7 +304,7 @@ class WeightSource:
         return self._pass("a pass over weights", self._full)
 
     def changed(self, since: int | None = None, *, dense_above: float = 0.25) -> Iterator[Patch]:
-        """Iterate over what has changed since the last pass that was committed. Collective.
+        """Iterate over the elements that have changed since the last pass that was committed. Collective.
 
         Every rank gets the sparse patches; whole tensors go to the destination.
 
@@ -319,7 +319,7 @@ class WeightSource:
         return self._pass("a pass over changed weights", partial(self._delta, dense_above=dense_above), check)
 
     def commit(self) -> None:
-        """Make the last complete pass what `changed` compares with, once the engine has confirmed it."""
+        """Make the last complete pass the one that `changed` compares with, once the engine has confirmed it."""
         self._snapshot.commit()
 
     def local_shards(self) -> Iterator[Shard]:
@@ -338,7 +338,7 @@ class WeightSource:
     def _pass(
         self, what: str, make: Callable[[Plan], Iterator[Any]], check: Callable[[], object] = lambda: None
     ) -> Iterator[Any]:
-        """Iterate over what a pass makes of one version of the weights, and tell the others how it ended here."""
+        """Iterate over one pass over one version of the weights, and send the others its outcome here."""
         self._find_engines()
         with ExitStack() as stack:
             with all_agree(what, self.ranks) as facts:

@@ -23,7 +23,7 @@ from megatron_fsdp.optional_packages import require
 from megatron_fsdp.weights.source import Named, WeightSource
 
 Info = Mapping[str, Any]
-"""Names, dtype names, shapes, the limit of a chunk and the version: what `send` gives `on_update`."""
+"""Names, dtype names, shapes, the limit of a chunk and the version: the argument of `on_update`."""
 
 
 def stateless_group(
@@ -117,7 +117,7 @@ def receive(
     load: Callable[[str, torch.Tensor], object],
     device: torch.device | str = "cpu",
 ) -> None:
-    """Receive on a worker what `send` sends, on the device of the group; `load` gets each name and tensor."""
+    """Receive the tensors of `send` on a worker, on the device of the group; `load` gets each name and tensor."""
     dtypes = [getattr(torch, name) for name in info["dtype_names"]]
     described = list(zip(info["names"], dtypes, map(tuple, info["shapes"]), strict=True))
     sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in described]
@@ -170,7 +170,7 @@ def for_vllm(source: WeightSource) -> Any:
 
 
 def per_tensor_params(model: nn.Module, **arguments: Any) -> tuple[Iterator[Named], dict[str, Any] | None]:
-    """Return what verl asks a training engine for: names with whole tensors, and the config of adapters sent alone.
+    """Return an iterator of names with whole tensors, and the config of adapters sent alone, as verl's engines do.
 
     `arguments` are those of `WeightSource`.
     """

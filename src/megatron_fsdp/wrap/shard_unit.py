@@ -183,7 +183,7 @@ def finish(
     delayed: DelayedGradients | None = None,
     words: DoorWords = WRAPPER_WORDS,
 ) -> Engine:
-    """Make the engine of sharded units: memory, scheduler, executor, hooks, and what watches it. Collective.
+    """Make the engine of sharded units: memory, scheduler, executor, hooks and observers. Collective.
 
     Args:
         units: All units, the root first; it is empty where several modules have no unit above them.

@@ -176,7 +176,7 @@ def assemble(
 
 
 def _refuse_in_place(plan: UnitPlan, sharding: ModelSharding, formats: Mapping[str, WeightFormat]) -> None:
-    """Raise for what sharding unit by unit does not do."""
+    """Raise for options that need all units of a model together."""
     options, paths = sharding.options, [path for spec in plan.units for path in spec.modules if path]
     asked: dict[str, object] = {
         "delay_wgrad_compute": options.delay_wgrad_compute,

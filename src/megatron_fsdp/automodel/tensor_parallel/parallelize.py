@@ -141,7 +141,7 @@ def _leave_no_view(_module: nn.Module, _args: Any, output: Any) -> Any:
 
 
 Steps = dict[str, tuple[ParallelStyle | str, bool]]
-"""Name of the module -> (style, whether it is in a block that scatters its tokens)."""
+"""Name of the module -> (style, True if it is in a block that scatters its tokens)."""
 
 
 def _steps(model: nn.Module, styles: Mapping[str, ParallelStyle | str], region: SequenceRegion | None) -> Steps:
@@ -484,7 +484,7 @@ class SequenceRegion:
     on_parts: tuple[str, ...]  # modules with parameters that run on this rank's tokens
 
     def scatters(self, name: str) -> bool:
-        """Return whether a module belongs to a block that scatters its output."""
+        """Return True if a module belongs to a block that scatters its output."""
         return any(name.startswith(f"{block}.") for block in self.scattering)
 
 

@@ -56,7 +56,7 @@ _LEFT_OUT = {
     "cohere": {f"{_ATTENTION}.[qk]_norm": "local_params", f"{_ATTENTION}.[qk]_norm.weight": "colwise"},
     "doge": {_ATTENTION: "local_params", f"{_ATTENTION}.A": "colwise", f"{_ATTENTION}.dt_proj": "rowwise_split_output"},
 }
-"""What plans of transformers leave out, by model type: parameters and outputs with a row for each head."""
+"""Entries that plans of transformers lack, by model type: parameters and outputs with a row for each head."""
 
 _PLAIN = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep"})
 
@@ -138,7 +138,7 @@ def _find_plan(model: nn.Module, given: Plan | str | None) -> tuple[Plan, str]:
 
 
 def _names(key: str, name: str) -> bool:
-    """Return whether an entry matches this name, part by part as in `parallelize_module`."""
+    """Return True if an entry matches this name, part by part as in `parallelize_module`."""
     patterns, parts = key.split("."), name.split(".")
     return len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))
 
@@ -291,7 +291,7 @@ def check_heads(model: nn.Module, styles: Mapping[str, ParallelStyle | str], ran
 
 
 def in_attention(name: str) -> bool:
-    """Return whether a module's name says that it belongs to attention."""
+    """Return True if a module's name says that it belongs to attention."""
     return "attn" in name or "attention" in name
 
 

@@ -373,7 +373,7 @@ class _Lookup:
 
 
 def can_divide_experts(module: nn.Module) -> bool:
-    """Return whether experts skip tokens of no local expert, as those of transformers' interface do."""
+    """Return True if experts skip tokens of no local expert, as those of transformers' interface do."""
     count = getattr(module, "num_experts", None)
     own = [param for param in module._parameters.values() if param is not None]
     return hasattr(module, "_is_expert_parallel") and bool(own) and all(param.shape[0] == count for param in own)

@@ -60,7 +60,7 @@ def assign(
     how: str,
     written_map: Mapping[str, int] | None = None,
 ) -> Assignment:
-    """Return the group of each parameter; `how` is "infer", "map" or "none". One without a group is an error."""
+    """Assign each parameter to a group; `how` is "infer", "map" or "none". One without a group is an error."""
     if how == NO_GROUPS:
         return Assignment({})
     if how == MAP:

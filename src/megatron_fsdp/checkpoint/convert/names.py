@@ -65,7 +65,7 @@ def parse_tensor_key(key: str) -> tuple[str, str | None] | None:
 
 
 def parse_object_key(key: str) -> tuple[str, bool]:
-    """Return the name in the key of a Megatron object ("" for others), and whether it is the only one of its grid.
+    """Return the name in the key of a Megatron object ("" for others), and True if it is the only one of its grid.
 
     `rng_state/shard_0.1_1.2` is cell (0, 1) of a grid (1, 2).
     """
@@ -74,7 +74,7 @@ def parse_object_key(key: str) -> tuple[str, bool]:
 
 
 def is_bucket_space(key: str) -> bool:
-    """Return whether a key belongs to the optimizer layout that follows communication buckets, not parameters."""
+    """Return True if a key belongs to the optimizer layout that follows communication buckets, not parameters."""
     return _CHAINED.sub("", key).startswith("optimizer.distributed.")
 
 
@@ -141,7 +141,7 @@ class Gating:
 
 
 def decide_gating(shapes: Mapping[str, Sequence[int]], scope: str, said: bool | None) -> Gating:
-    """Decide for every fc1 whether it is gated: by `--swiglu`, the checkpoint's `args.swiglu`, and shapes."""
+    """Find the gated fc1 layers: by `--swiglu`, the checkpoint's `args.swiglu`, and shapes."""
     module_of = {key: key.rpartition(".")[0] for key in shapes if _FC1.fullmatch(key)}
     modules = sorted(set(module_of.values()))
     answers = {module: _decide(module, shapes, scope, said) for module in modules}
@@ -182,7 +182,7 @@ def _decide(module: str, shapes: Mapping[str, Sequence[int]], scope: str, said: 
 
 
 def _shape_test(module: str, shapes: Mapping[str, Sequence[int]]) -> bool | None:
-    """Return whether fc1 has twice as many rows as fc2 has columns; None if shapes do not decide."""
+    """Return True if fc1 has twice as many rows as fc2 has columns; None if shapes do not decide."""
     fc1_key = f"{module}.weight"
     fc1, fc2 = shapes.get(fc1_key), shapes.get(f"{module.removesuffix('linear_fc1')}linear_fc2.weight")
     if fc1 is None or fc2 is None or len(fc1) != len(fc2) or len(fc1) != leading_axes(fc1_key) + 2:

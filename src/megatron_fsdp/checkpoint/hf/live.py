@@ -384,7 +384,7 @@ def map_keys(keys: Iterable[str], key_mapping: KeyMapping | None) -> dict[str, s
 
 
 def is_ignored(module: nn.Module, attribute: str, names: Sequence[str]) -> bool:
-    """Return whether a model declares that a tensor may be missing, or may be unexpected."""
+    """Return True if a model declares that a tensor may be missing, or may be unexpected."""
     patterns: Any = getattr(module, attribute, None) or ()
     return any(re.search(pattern, name) for pattern in patterns for name in names)
 

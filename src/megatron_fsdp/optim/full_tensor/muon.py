@@ -121,7 +121,7 @@ def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
 
 
 def matrices_in(spec: ShardSpec, rows: Sequence[int]) -> tuple[tuple[ShardSpec, slice], ...]:
-    """Return the matrices of a parameter: how each is cut, and its elements in this rank's flattened shard.
+    """Return the matrices of a parameter: the shard spec of each, and its elements in this rank's flattened shard.
 
     Args:
         spec: Of the parameter, (rows, columns) or (matrices, rows, columns).

@@ -73,7 +73,7 @@ ENDS = (END_OF_TEXT, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 Piece = tuple[str, bool]
-"""A part of a document, not empty, and whether the document ends with it."""
+"""A part of a document, not empty, and True if the document ends with it."""
 
 
 def prepare_data(job: Job, folder: Path, rank: Rank, say: Say = lambda _: None) -> TokenData:
@@ -246,7 +246,7 @@ class Texts:
 
 
 def _is_text(file: Path) -> bool:
-    """Return whether a file can be read and begins as UTF-8 without a NUL; a pipe, which might never end, is none."""
+    """Return True if a file can be read and begins as UTF-8 without a NUL; a pipe, which might never end, is none."""
     try:
         if not file.is_file():
             return False
@@ -267,7 +267,7 @@ def _pieces(file: Path) -> Iterator[Piece]:
 
 
 def _is_json_lines(file: Path) -> bool:
-    """Return whether a file is named .jsonl, or is named .json and begins with an object on one line."""
+    """Return True if a file is named .jsonl, or is named .json and begins with an object on one line."""
     kind = file.suffix.lower()
     if kind != ".json" or not file.is_file():
         return kind == ".jsonl" and file.is_file()

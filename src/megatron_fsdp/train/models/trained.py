@@ -52,7 +52,7 @@ class LossScale:
     good_steps: int = 0
 
     def has_overflowed(self, loss: float, grad_norm: float) -> bool:
-        """Return whether only the scale made a step fail; loss (unscaled) and norm are those of all ranks."""
+        """Return True if only the scale made a step fail; loss (unscaled) and norm are those of all ranks."""
         return math.isfinite(loss) and not math.isfinite(grad_norm) and self.value > 1.0
 
     def grow(self) -> None:
@@ -247,7 +247,7 @@ class Trained:
 
 
 def sums_over_ranks(job: Job) -> bool:
-    """Return whether the engine adds up gradients of ranks, instead of averaging them."""
+    """Return True if the engine adds up gradients of ranks, instead of averaging them."""
     training = job.options.training
     return training.calculate_per_token_loss or training.deterministic is not None
 

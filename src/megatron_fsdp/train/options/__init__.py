@@ -562,11 +562,11 @@ class Options:
     explained: tuple[str, ...] = ()
 
     def is_given(self, name: str) -> bool:
-        """Return whether an option was set by any origin."""
+        """Return True if an option was set by any origin."""
         return name in self.origins
 
     def is_chosen(self, name: str) -> bool:
-        """Return whether the user set an option, rather than a preset."""
+        """Return True if the user set an option, rather than a preset."""
         return not self.origins.get(name, "preset").startswith("preset")
 
     @property

@@ -139,7 +139,7 @@ def _chosen(options: Options, names: str) -> Iterator[str]:
 
 
 def is_met(needed: str, value_of: Callable[[str], Any]) -> bool:
-    """Return whether an option has one of the values in `--flag a or b`; without values, any but none or off."""
+    """Return True if an option has one of the values in `--flag a or b`; without values, any but none or off."""
     flag, *values = needed.split()
     value = value_of(flag[2:].replace("-", "_"))
     return not {*values}.isdisjoint(value if isinstance(value, tuple) else (value,)) if values else bool(value)
@@ -200,7 +200,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def uses_transformers(model: ModelOptions) -> bool:
-    """Return whether the model is one of transformers."""
+    """Return True if the model is one of transformers."""
     return model.transformer_impl == "transformers" or model.source is not None
 
 

@@ -19,7 +19,7 @@ class FixedFlag(NamedTuple):
     reason: str
 
     def allows(self, text: str) -> bool:
-        """Return whether a text is one of the values, or the same number as one."""
+        """Return True if a text is one of the values, or the same number as one."""
         with suppress(ValueError):
             return text in self.values or float(text) in map(float, self.values)
         return False
