@@ -231,6 +231,9 @@ def _pre_backward(reference: weakref.ref[Engine], call: ForwardCall, _grad: torc
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"_buffers"}
 """Attributes of every module, which hold no results."""
 
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+"""Types of most other attributes; modules have hundreds of them, which are asked in each forward."""
+
 
 class ForwardGraph:
     """Autograd graph of a unit's forward, and its tensors that are no results.
@@ -265,7 +268,7 @@ class ForwardGraph:
             for reference in self._owners
             if (owner := reference()) is not None
             for name, held in owner.__dict__.items()
-            if name not in _OF_TORCH
+            if name not in _OF_TORCH and type(held) not in _PLAIN
             for value in _tensors_of(held)
             # Older ones are of earlier forwards, and have their hooks.
             if value.grad_fn is not None and value.grad_fn._sequence_nr() >= start

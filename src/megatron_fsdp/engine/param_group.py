@@ -211,7 +211,6 @@ class ParameterGroup:
         self.trainable = [plan.requires_grad] * len(originals)  # whether each takes gradients, as the ranks last agreed
         self.trained_since_attach = list(self.trainable)  # whether each took any since gradients were last attached
         self.grad_attribute: GradAttribute = GRAD  # attribute of the sharded parameters that holds their gradient
-        self._placeholder: torch.Tensor | None = None
         self.weights.store_all([None if original.is_meta else local_tensor(original) for original in originals])
         register_with_torch()
         self.shard_specs = shard_specs  # for each parameter the elements that every rank holds
@@ -224,10 +223,14 @@ class ParameterGroup:
             UnevenDTensor.as_parameter(shard.data, shard_spec, original.requires_grad)
             for shard, shard_spec, original in zip(shards, shard_specs, originals, strict=True)
         )
-        self.full = tuple(self._make_full(index, original) for index, original in enumerate(originals))
-        self._placeholder = None  # freed when every full parameter has its memory
+        places = zip(originals, self._make_placeholders(), strict=True)
+        self.full = tuple(self._make_full(index, *place) for index, place in enumerate(places))
+        self._placeholders: list[Any] = []  # made when memory is first given back, and then kept
         self._pointed_to: torch.Tensor | None = None  # memory that the full parameters are views of
-        self._full_pointers: tuple[int, ...] = ()  # addresses of that memory and of its views
+        # The memory that they were views of last, and these views: units are gathered into the same memory over and
+        # over, and making views takes longer than pointing parameters to them.
+        self._viewed: torch.Tensor | None = None
+        self._full_views: list[torch.Tensor] = []
         # Full weights that persist never move; those in a slot are pointed to when they are unsharded.
         if not plan.shards_compute_weights:
             self.point_full_to(self.weights.compute.local)
@@ -292,7 +295,7 @@ class ParameterGroup:
         in a full parameter that no later update reaches; the next forward casts again.
         """
         with plain_attributes():
-            if self._pointed_to is not None and self._was_cast(self._pointed_to):
+            if self._pointed_to is not None and self._was_cast():
                 start, stop = self._pointed_to.storage_offset(), self._pointed_to.untyped_storage().nbytes()
                 if (start + self._pointed_to.numel()) * self._pointed_to.itemsize <= stop:
                     self.point_full_to(self._pointed_to)
@@ -310,22 +313,11 @@ class ParameterGroup:
     def _find_pointers(self) -> tuple[int, ...]:
         return addresses_of(tuple(map(_local_tensor, self.sharded)))
 
-    def _was_cast(self, pointed_to: torch.Tensor) -> bool:
+    def _was_cast(self) -> bool:
         """Return True if any full parameter is not a view of its memory any more."""
-        found = self._find_full_pointers(pointed_to)
-        if found == self._full_pointers:
-            return False
-        # Memory that was freed and taken again moves all views alike; those without elements are at 0.
-        moved = found[0] - self._full_pointers[0]
-        if any(new - old != moved and (new or old) for new, old in zip(found, self._full_pointers, strict=True)):
-            return True
-        self._full_pointers = found
-        return False
-
-    def _find_full_pointers(self, pointed_to: torch.Tensor) -> tuple[int, ...]:
         # Plain, or tensor-parallel parts: those that wrap encoded weights are views of nothing.
-        local = (param._local_tensor if isinstance(param, DTensor) else param for param in self.full)
-        return addresses_of((pointed_to, *local))
+        local = tuple(param._local_tensor if isinstance(param, DTensor) else param for param in self.full)
+        return addresses_of(local) != addresses_of(self._full_views)
 
     @property
     def is_pointed(self) -> bool:
@@ -458,24 +450,26 @@ class ParameterGroup:
     def point_full_to(self, full: torch.Tensor) -> None:
         """Point the full parameters into memory that holds (or will hold) the gathered weights, (numel,)."""
         with torch.inference_mode(False):  # evaluation may come first, and training must be able to save the views
-            for index in range(len(self.full)):
-                if self._wrapping is not None:
-                    self._point(index, self._wrapping.codes_in(full, index))
-                else:
-                    # `data` shares no version counter with the buffer: gathering writes into memory that autograd saved
-                    # views of; the bytes are the same again when backward reads them, so that is no modification.
-                    self._point(index, full_view(self.plan.layout, full, index).data)
-        if self._wrapping is None:
-            self._pointed_to, self._full_pointers = full, self._find_full_pointers(full)
+            if self._wrapping is not None:
+                self._point([self._wrapping.codes_in(full, index) for index in range(len(self.full))])
+                return
+            if self._viewed is not full:
+                # `data` shares no version counter with the buffer: gathering writes into memory that autograd saved
+                # views of; the bytes are the same again when backward reads them, so that is no modification.
+                self._full_views = [full_view(self.plan.layout, full, index).data for index in range(len(self.full))]
+                self._viewed = full
+            self._point(self._full_views)
+        self._pointed_to = full
 
-    def _point(self, index: int, memory: Any) -> None:
-        param = self.full[index]
-        if self._wrapping is not None:
-            self._wrapping.point(index, param, memory)
-        elif isinstance(param, DTensor):
-            param._local_tensor = memory
-        else:
-            param.data = memory
+    def _point(self, memories: Sequence[Any]) -> None:
+        """Point the full parameters to one memory each."""
+        for index, (param, memory) in enumerate(zip(self.full, memories, strict=True)):
+            if self._wrapping is not None:
+                self._wrapping.point(index, param, memory)
+            elif isinstance(param, DTensor):
+                param._local_tensor = memory
+            else:
+                param.data = memory
 
     def local_gradient(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """Return a gradient of full parameter `index` as a plain tensor of the shape in the layout."""
@@ -486,17 +480,18 @@ class ParameterGroup:
     def invalidate_full(self) -> None:
         """Point the full parameters to a placeholder of their shapes: reading them must not touch freed memory."""
         with torch.inference_mode(False):
-            for index in range(len(self.full)):
-                self._point(index, self._placeholder_for(index))
+            self._placeholders = self._placeholders or self._make_placeholders()
+            self._point(self._placeholders)
         self._pointed_to = None
 
-    def _placeholder_for(self, index: int) -> Any:
-        """Return the placeholder of a parameter, or of its codes: one element, expanded to the right shape."""
+    def _make_placeholders(self) -> list[Any]:
+        """Make the placeholders of parameters, or of their codes: one element, expanded to the right shape."""
         if self._wrapping is not None:
-            return self._wrapping.blank_codes(index)
-        if self._placeholder is None:
-            self._placeholder = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
-        return self._placeholder.expand(self.plan.layout.shapes[index]).data  # its version counter is its own
+            return [self._wrapping.blank_codes(index) for index in range(len(self.names))]
+        with torch.inference_mode(False):
+            zero = torch.zeros((), dtype=self.plan.precision.compute, device=self.plan.device)
+            # `data`, so that the version counter of each is its own
+            return [zero.expand(shape).data for shape in self.plan.layout.shapes]
 
     def _watch(self, param: nn.Parameter, index: int) -> None:
         """Register a hook on a sharded parameter, once, for gradients that autograd computes for it directly."""
@@ -530,8 +525,7 @@ class ParameterGroup:
             sharded.append(param)
         self.sharded = tuple(sharded)
 
-    def _make_full(self, index: int, original: nn.Parameter) -> nn.Parameter:
-        empty = self._placeholder_for(index)
+    def _make_full(self, index: int, original: nn.Parameter, empty: Any) -> nn.Parameter:
         part = self.plan.parts[index]
         empty = empty if self._wrapping is None else self._wrapping.wrap(index, empty)
         whole = empty if part is None or self._wrapping is not None else part.wrap(empty)
