@@ -226,7 +226,7 @@ def scale_per_token_loss(
 def clip_grad_norm_(
     parameters: Parts,
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     *,
     pp_mesh: DeviceMesh | None = None,
     error_if_nonfinite: bool = False,
@@ -242,7 +242,7 @@ def clip_grad_norm_(
         parameters: Every rank gives the same parameters in the same order; pipeline ranks their own parts. A parameter
             that is given twice counts once, also one that two parts on this rank share.
         max_norm: The largest norm allowed; infinity only measures.
-        norm_type: The p of the p-norm, positive; infinity for the largest absolute value.
+        norm_type: The p of the p-norm, positive; infinity or "inf" for the largest absolute value.
         pp_mesh: One dimension, the pipeline ranks, each of which has other parameters; None: that of a `Pipeline`, else
             no pipeline.
         error_if_nonfinite: Raise where the norm is NaN or infinite, instead of scaling by it.
@@ -255,6 +255,7 @@ def clip_grad_norm_(
             model of the engine is given. On all ranks of the model, if these are all ranks.
         NonFiniteNormError: The norm is not finite; on every rank, gradients are as they were.
     """
+    order: Any = math.inf if norm_type == "inf" else norm_type
     found, problem = FoundGradients(), None
     try:
         found = gather_gradients(parameters, pp_mesh)
@@ -264,7 +265,7 @@ def clip_grad_norm_(
     def check() -> None:
         if problem is not None:
             raise problem
-        check_clipping(max_norm, norm_type)
+        check_clipping(max_norm, order)
         found.check()
 
     # In an all-reduce of its own: who gives no parameters takes part in no other one.
@@ -274,22 +275,22 @@ def clip_grad_norm_(
         check,
         parameters="those of a pipeline rank" if found.pp_mesh else f"{found.num_tensors} tensors",
         max_norm=max_norm,
-        norm_type=norm_type,
+        norm_type=order,
         error_if_nonfinite=error_if_nonfinite,
     )
     known = combine_powers({(): torch.zeros((), device=device_over(groups))}, 2.0, asked)
     if len(found.models) == 1 and not (found.parameters or found.copies or found.pp_mesh):
-        return found.models[0].clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        return found.models[0].clip_grad_norm_(max_norm, order, error_if_nonfinite)
     norm = _total_norm(
         found,
-        float(norm_type),
+        float(order),
         lambda param: None if param.grad is None else _reduced(param.grad),
-        lambda model: model.clip_grad_norm_(math.inf, float(norm_type)),
+        lambda model: model.clip_grad_norm_(math.inf, float(order)),
     )
     norm = norm + known.to(norm.device)  # 0, or NaN where facts differ that the host has not seen
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteNormError(
-            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; clear "
+            f"the total norm of order {order} of the gradients is {norm.item()}, so they cannot be clipped; clear "
             "them and continue, or pass error_if_nonfinite=False"
         )
     if math.isfinite(max_norm):
@@ -301,7 +302,7 @@ def get_grad_norm(
     parameters: Parts,
     dp_cp_group: dist.ProcessGroup | None = None,  # noqa: ARG001
     tp_group: dist.ProcessGroup | None = None,  # noqa: ARG001
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     dtype: torch.dtype = torch.float32,
 ) -> float:
     """Return the norm of all gradients, each counted once; collective.

@@ -398,11 +398,13 @@ def get_submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
     return DeviceMesh._concatenate([get_flat_mesh(mesh, name) for name in names])
 
 
-def get_fsdp_dp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def get_fsdp_dp_mesh(
+    mesh: DeviceMesh, dp_replicate_name: str = "dp_replicate", dp_shard_cp_name: str | None = None
+) -> DeviceMesh:
     """Return the mesh over which FSDP2 shards, context-parallel ranks included: (shards) or (replicas, shards)."""
-    shards = "dp_shard_cp" if get_flat_mesh(mesh, "cp").size() > 1 else "dp_shard"
-    if get_flat_mesh(mesh, "dp_replicate").size() > 1:
-        return get_submesh(mesh, ("dp_replicate", shards))
+    shards = dp_shard_cp_name or ("dp_shard_cp" if get_flat_mesh(mesh, "cp").size() > 1 else "dp_shard")
+    if get_flat_mesh(mesh, dp_replicate_name).size() > 1:
+        return get_submesh(mesh, (dp_replicate_name, shards))
     return get_flat_mesh(mesh, shards)
 
 
