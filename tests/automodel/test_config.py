@@ -15,7 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from megatron_fsdp.automodel.config import (
     SIZE_NAMES,
     DDPConfig,
-    DistributedConfig,
     FSDP2Config,
     MegatronFSDPConfig,
     check_config,
@@ -107,29 +106,10 @@ def test_fields_and_their_dictionary_have_the_published_names_order_types_and_de
     assert list(kind().to_dict().items()) == list(expected.items())
 
 
-def test_order_of_arguments_is_that_of_the_published_fields() -> None:
-    assert FSDP2Config(True, {"a": "colwise"}, True).patch_is_packed_sequence is True
-    config = MegatronFSDPConfig(False, None, ["a.B"], 2)  # the second one is tp_plan
-    assert (config.megatron_fsdp_unit_modules, config.zero_dp_strategy) == (["a.B"], 2)
-    assert DDPConfig(True, "gloo").backend == "gloo"
-    assert set(typing.get_args(DistributedConfig)) == set(ALL)
-
-
 @pytest.mark.parametrize("kind", [FSDP2Config, DDPConfig])
 def test_what_torch_reduces_cannot_be_deterministic(kind: Any) -> None:
     with pytest.raises(ConfigurationError, match="order of the back end; use MegatronFSDPConfig"):
         kind(deterministic="world")
-
-
-@pytest.mark.parametrize("plan", [{}, {"layers.*": "colwise"}, "some.path"])
-def test_megatron_takes_no_plan_of_ones_own_not_even_an_empty_one(plan: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"MegatronFSDPConfig takes no tp_plan.*FSDP2Config"):
-        MegatronFSDPConfig(tp_plan=plan)
-    with pytest.raises(ConfigurationError, match=r"MegatronFSDPConfig takes no tp_plan"):
-        dataclasses.replace(MegatronFSDPConfig(), tp_plan=plan)
-    config = MegatronFSDPConfig(tp_plan=None)
-    assert config.tp_plan is None
-    assert "tp_plan" not in config.to_dict()
 
 
 def test_asynchronous_tensor_parallelism_switches_sequence_parallelism_on_with_a_warning() -> None:

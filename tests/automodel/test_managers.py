@@ -19,7 +19,7 @@ from megatron_fsdp.automodel import (
     create_device_mesh,
 )
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
-from tests.support.language_models import batch_of, build
+from tests.support.language_models import build
 from tests.support.on_ranks import first_rank_warns, on_ranks, refusal
 
 FSDP2, MEGATRON, DDP = FSDP2Config(backend="gloo"), MegatronFSDPConfig(backend="gloo"), DDPConfig(backend="gloo")
@@ -127,25 +127,6 @@ def test_prefetching_with_both_depths_zero_warns() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         FSDP2Config(enable_fsdp2_prefetch=True, fsdp2_backward_prefetch_depth=0)
-
-
-def calls_in_a_step(model: nn.Module, part: Any) -> int:
-    """How often a module's forward begins in forward and backward."""
-    calls: list[None] = []
-    handle = part.register_forward_pre_hook(lambda *_: calls.append(None))
-    tokens = batch_of(2)["input_ids"]
-    model(input_ids=tokens, use_cache=False).logits.sum().backward()
-    model.zero_grad()
-    handle.remove()
-    return len(calls)
-
-
-@on_ranks(2)
-def test_replicas_recompute_when_asked() -> None:
-    for flag in (False, True):
-        model = DDPManager(DDPConfig(backend="gloo", activation_checkpointing=flag)).parallelize(build("gpt2"))
-        layer: Any = next(part for part in model.modules() if isinstance(part, nn.ModuleList))[0]
-        assert calls_in_a_step(model, next(layer.children())) == 1 + flag
 
 
 @on_ranks(2)

@@ -112,6 +112,8 @@ def test_fsdp2_mesh_of_four_ranks_has_five_axes_and_three_across_several(run_ran
         "dp_cp": [0, 1],
     }
     assert by_rank[2][0]["axes"]["dp"] == [0, 2]
+    data_ranks = [[case["data_rank"] for case in found] for found in zip(*by_rank, strict=True)]
+    assert data_ranks == [[0, 0, 1, 1], [0, 0, 1, 1], [0, 1, 2, 3], [0, 1, 0, 1]]
     assert tensor["experts"] is None
     assert tensor["device"] == "cpu"
 
@@ -136,21 +138,7 @@ def test_megatron_mesh_has_three_axes_and_one_across_two_with_context_parallelis
     assert tensor["names"] == context["names"] == ("dp", "cp", "tp")
     assert tensor["axes"] == {"dp": [1, 3], "cp": [1], "tp": [0, 1]}
     assert context["axes"] == {"dp": [1, 3], "cp": [0, 1], "tp": [1], "dp_cp": [0, 1, 2, 3]}
-
-
-def test_ranks_of_one_data_part_read_the_same(run_ranks: RunRanks) -> None:
-    cases = [{"tp_size": 2}, {"cp_size": 2}, {"dp_replicate_size": 2}, {"pp_size": 2}, {"ep_size": 2}]
-    by_rank = run_ranks(4, describe_meshes, FSDP2, cases)
-    assert [[case["data_rank"] for case in found] for found in zip(*by_rank, strict=True)] == [
-        [0, 0, 1, 1],
-        [0, 0, 1, 1],
-        [0, 1, 2, 3],
-        [0, 1, 0, 1],
-        [0, 1, 2, 3],
-    ]
-    by_rank = run_ranks(4, describe_meshes, MEGATRON, cases[:2])
     assert [[case["data_rank"] for case in found] for found in zip(*by_rank, strict=True)] == [[0, 0, 1, 1]] * 2
-    assert [found[0]["data_rank"] for found in run_ranks(4, describe_meshes, DDP, [{}])] == [0, 1, 2, 3]
 
 
 @on_ranks(2)
@@ -164,13 +152,6 @@ def test_context_parallel_ranks_are_among_those_that_gradients_are_averaged_over
             axis = get_megatron_dp_axis(mesh) if config is MEGATRON else None
             found.append((axis, ranks_of(context.gradient_axis())))
     assert found == [("dp", [0, 1]), ("dp_cp", [0, 1]), (None, [0, 1]), (None, [0, 1])]
-
-
-def test_mesh_of_one_rank_has_all_axes_too(run_ranks: RunRanks) -> None:
-    (found,) = run_ranks(1, describe_meshes, FSDP2, [{}])
-    assert (found[0]["names"], found[0]["shape"]) == (FSDP2_AXES, (1, 1, 1, 1, 1))
-    (found,) = run_ranks(1, describe_meshes, MEGATRON, [{}])
-    assert (found[0]["names"], found[0]["shape"]) == (("dp", "cp", "tp"), (1, 1, 1))
 
 
 @on_ranks(2)
@@ -340,23 +321,6 @@ def test_setups_and_meshes_stand_in_place_of_sizes(tmp_path: Path) -> None:
     for other, problem in ((strategy("fsdp2"), "FSDP2Config takes"), (strategy("ddp"), "DDPConfig takes none")):
         with pytest.raises(ConfigurationError, match=problem):
             AutoModelForCausalLM.from_pretrained(str(folder), distributed_config=other, device_mesh=mesh)
-
-
-@on_ranks(4)
-def test_contexts_describe_meshes_that_exist() -> None:
-    config = strategy("fsdp2")
-    built = MeshContext.build(config, ParallelismSizes(dp_replicate_size=2, ep_size=2))
-    mesh, experts = built.device_mesh, built.moe_mesh
-    assert mesh is not None
-    assert MeshContext.from_meshes(config, mesh, experts) == built
-    bare = init_device_mesh("cpu", (1, 2, 2, 1, 1), mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"))
-    context = MeshContext.from_meshes(config, bare)
-    assert context.sizes == ParallelSizes(dp_replicate=2, dp_shard=2)
-    assert context.axis("dp").size() == 4
-    small = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "cp", "tp"))
-    assert MeshContext.from_meshes(strategy("megatron_fsdp"), small).gradient_axis().size() == 4
-    with pytest.raises(ParallelSizeError, match="must be less than dp_size"):
-        MeshContext.from_meshes(config, init_device_mesh("cpu", (1, 4, 1, 1, 1), mesh_dim_names=bare.mesh_dim_names))
 
 
 @on_ranks(2)

@@ -22,13 +22,10 @@ from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.test_auto_model_files import image_batch, small_llava
 from tests.automodel.training import (
     STRATEGIES,
-    assert_trained_alike,
     load,
     plain_name,
-    reference,
     saved,
     strategy,
-    train,
     whole,
 )
 from tests.support.language_models import batch_of, build, config_of
@@ -80,14 +77,6 @@ def test_an_optimizer_of_gathered_weights_is_refused(tmp_path: Path) -> None:
         connect_optimizer, model, late
     )
     assert connect_optimizer(model, torch.optim.AdamW(model.parameters())).param_groups
-
-
-@on_ranks(2)
-def test_evaluation_in_inference_mode_may_come_first(tmp_path: Path) -> None:
-    model = load(saved("llama", tmp_path))
-    with torch.inference_mode():
-        model(input_ids=batch_of()["input_ids"], use_cache=False)
-    assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
 
 
 @on_ranks(2)

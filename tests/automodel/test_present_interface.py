@@ -126,10 +126,6 @@ def test_options_of_experts_and_stages_are_taken_or_refused() -> None:
         PipelineConfig(pp_seq_len=0)
 
 
-def test_sizes_are_one_where_they_are_not_given() -> None:
-    assert list(vars(ParallelismSizes()).values()) == [None, None, 1, 1, 1, 1]
-
-
 # ---- contexts --------------------------------------------------------------------------------------------------------
 
 

@@ -135,14 +135,6 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert not dist.is_initialized()
 
 
-def test_lines_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["describe", "--model", TOWER, "--ranks", "8", "--option", "max_gathered_units=2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert any(line.endswith(", gather float32,") for line in lines), "a name and its value stay together"
-
-
 def test_json_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_CONFIG))
     arguments = ["--ranks", "1024", "--outer", "4", "--rank", "1023", "--outer-strategy", "optim", "--json"]

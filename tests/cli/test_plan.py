@@ -1,7 +1,6 @@
 """`mfsdp plan` as a user types it."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -141,35 +140,6 @@ def test_any_model_is_planned_with_inputs_and_a_loss(capsys: pytest.CaptureFixtu
     assert told["memory"]["held"]["compute_weights"] == 4 * (ROOT_NUMEL + FLOORS * FLOOR_NUMEL) // 4
     assert main([*args, "--loss", f"{here}:cube"]) == 2
     assert "--loss has" in capsys.readouterr().err
-
-
-def test_the_trainers_models_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["plan", "tiny", "--ranks", "3", "--strategy", "2", "--optimizer", "adamw-loop", "--backend", "gloo"]
-    assert main([*args, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["model"]["name"] == "tiny"
-    assert told["model"]["units"] == 2
-    assert told["workload"]["tokens_per_rank_and_microbatch"] == 4 * 64
-    assert main([*args, "--micro-batch-size", "3", "--sequence-length", "10", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["workload"]["tokens_per_rank_and_microbatch"] == 30
-
-
-def test_lines_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["plan", *SMALL, "--units"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert [line.endswith(" \\") for line in lines[-3:]] == [True, True, False], "the flags stay one command"
-    assert any(line.split() == ["each", "each"] for line in lines), "titles take a line for each word"
-
-
-def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--list"]) == 0
-    text = capsys.readouterr().out
-    assert "deepseek-v3" in text
-    assert "cpu-small" in text
-    assert re.search(r"^h200 +131.3 GiB +128.0 GiB +989 +4.80 ", text, re.MULTILINE)
-    assert re.search(r"^4090 +24.0 GiB +64.0 GiB ", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -313,19 +283,6 @@ def test_the_flags_of_a_plan_give_that_plan(tmp_path: Path, capsys: pytest.Captu
     assert again["memory"] == told["memory"]
     assert again["traffic_per_step"] == told["traffic_per_step"]
     assert again["flags"] == told["flags"]
-
-
-@pytest.mark.full
-def test_the_shortage_of_the_host_stands_in_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["plan", "llama-3-8b", "--ranks", "1", "--memory", "24GB", "--recompute", "full"]
-    assert main([*args, "--sequence-length", "512"]) == 1
-    text = unfolded(capsys.readouterr().out)
-    assert "are offloaded to it, and it has 64.0 GiB for each device; if yours has more, say so: --host-memory" in text
-    assert "--megatron-fsdp-offload main_weights compute_weights" in text
-    assert "assumed: 3090" in text
-    assert "--offload main_weights" not in text
-    assert main([*args, "--sequence-length", "512", "--host-memory", "200GB"]) == 0
-    assert "are offloaded to the host, which has 186.3 GiB for a device" in unfolded(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

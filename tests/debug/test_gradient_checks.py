@@ -259,32 +259,6 @@ def test_deferred_microbatches_frozen_parameters_and_several_ranks_are_reported(
     )  # bfloat16 keeps 8 bits of values of about 2
 
 
-class OneSided(nn.Module):
-    """A parameter in the root that only the last rank uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Layer()
-        self.extra = nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x)
-        return self.extra(x) if dist.get_rank() == dist.get_world_size() - 1 else x
-
-
-@on_ranks(2)
-def test_a_parameter_that_one_rank_uses_is_judged_by_its_own_backwards() -> None:
-    with fixed_seed(0):
-        net = OneSided()
-    model = wrap_checked(net, 3)
-    for _ in range(HISTORY):
-        model(torch.ones(2, 5)).square().mean().backward()
-    with spoilt(net.extra, SPIKE, 1), pytest.raises(LargeGradientError) as caught:
-        model(torch.ones(2, 5)).square().mean().backward()
-    message = same_on_ranks(str(caught.value))
-    assert re.search(r"extra.weight \(root\) on rank \[1\] has \S+, and had at most \S+ in 10 backwards", message)
-
-
 @on_ranks(4)
 def test_experts_of_one_rank_stop_all() -> None:
     """A spike on rank 2 of 4, in an expert that half of the ranks hold."""

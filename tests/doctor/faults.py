@@ -81,18 +81,7 @@ def summed(model: nn.Module, optimizer: Optimizer) -> Pair:
     return sharded(model, optimizer, calculate_per_token_loss=True)
 
 
-# ---- shards in the wrong place -------------------------------------------------------------------------------------
-
-
-def swapped_shards(model: nn.Module, optimizer: Optimizer) -> Pair:
-    """Ranks 0 and 1 hold each other's shard of one weight."""
-    model, optimizer = by_torch_fsdp(model, optimizer)
-    local = _local(_parameter(model))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, local)
-    if dist.get_rank() < 2:
-        local.copy_(everyone[1 - dist.get_rank()])
-    return model, optimizer
+# ---- wrong values of one gradient ----------------------------------------------------------------------------------
 
 
 def negate(grad: Tensor) -> Tensor:
@@ -149,22 +138,6 @@ def dropped(model: nn.Module, optimizer: Optimizer) -> Pair:
 # ---- steps ---------------------------------------------------------------------------------------------------------
 
 
-def counter_ahead(model: nn.Module, optimizer: Optimizer) -> Pair:
-    """Adam believes that one step was made already."""
-    model, optimizer = sharded(model, optimizer)
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            zeros = {slot: torch.zeros_like(param) for slot in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[param] = {"step": torch.tensor(1.0), **zeros}
-    return model, optimizer
-
-
-def louder(model: nn.Module, optimizer: Optimizer) -> Pair:
-    """The loss is not divided by the microbatches."""
-    model, optimizer = sharded(model, optimizer)
-    return Around(model, lambda module, *args: 3 * module(*args)), optimizer
-
-
 def stale_forward(model: nn.Module, optimizer: Optimizer) -> Pair:
     """Computes with the weights of before the last update."""
     before: list[dict[str, Tensor]] = []
@@ -189,14 +162,6 @@ def frozen_is_trained(model: nn.Module, _optimizer: Optimizer) -> Pair:
     """Sharding forgets which parameters are frozen."""
     model.requires_grad_(True)
     return sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-
-
-def frozen_decays(model: nn.Module, optimizer: Optimizer) -> Pair:
-    """Something writes to a frozen weight after each step."""
-    model, optimizer = sharded(model, optimizer)
-    local = _local(_parameter(model))
-    optimizer.register_step_post_hook(lambda *_: local.mul_(0.99))
-    return model, optimizer
 
 
 def _parameter(model: nn.Module) -> nn.Parameter:
@@ -224,19 +189,6 @@ def buffer_of_rank_one(model: nn.Module, optimizer: Optimizer, buffer: str) -> P
     return Around(model, forward), optimizer
 
 
-def gradient_of_rank_one(model: nn.Module, optimizer: Optimizer) -> Pair:
-    """A frozen weight gets a gradient on rank 1, and no other rank has one."""
-
-    def forward(module: nn.Module, *args: Any) -> Any:
-        if dist.get_rank() == 1:
-            param = _parameter(module)
-            param.grad = torch.ones_like(param)
-        return module(*args)
-
-    model, optimizer = by_hand(model, optimizer)
-    return Around(model, forward), optimizer
-
-
 def norm_of_rank_one(model: nn.Module, optimizer: Optimizer) -> Pair:
     """Rank 1 clips by twice the norm, but to no effect, since the limit is never reached."""
     model, optimizer = sharded(model, optimizer)
@@ -255,15 +207,6 @@ def seeded_by_rank(model: nn.Module, optimizer: Optimizer, shard: Callable[..., 
         return shard(model, optimizer)
 
 
-def adamw_with_decay(model: nn.Module, decay: float) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=decay)
-
-
-def decays(model: nn.Module, _optimizer: Optimizer, decay: float) -> Pair:
-    """An optimizer with another weight decay."""
-    return sharded(model, adamw_with_decay(model, decay))
-
-
 def reduced_in_bfloat16(model: nn.Module, optimizer: Optimizer) -> Pair:
     """Every gradient travels as bfloat16."""
 
@@ -280,7 +223,3 @@ def reduced_in_bfloat16(model: nn.Module, optimizer: Optimizer) -> Pair:
 
 def only_the_model(model: nn.Module, optimizer: Optimizer) -> Any:
     return sharded(model, optimizer)[0]
-
-
-def nothing_at_all(model: nn.Module, optimizer: Optimizer) -> Any:
-    sharded(model, optimizer)

@@ -77,12 +77,6 @@ def build_detached() -> nn.Module:
     return model
 
 
-def build_noisy() -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 3))
-    model[0].register_forward_hook(lambda *given: given[-1] + torch.randn_like(given[-1]))
-    return model
-
-
 def build_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
@@ -99,11 +93,6 @@ def summed_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean(1).sum()
 
 
-def pairwise_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    out = model(batch)
-    return (out @ out.t()).square().mean()
-
-
 def odd_vectors(seed: int) -> Tensor:
     return vectors(seed)[:11]
 
@@ -115,12 +104,6 @@ def uneven_batch() -> dict[str, Tensor]:
 def build_random() -> nn.Module:
     model = nn.Linear(6, 3)
     nn.init.constant_(model.weight, random.random())
-    return model
-
-
-def build_broken() -> nn.Module:
-    model = nn.Linear(6, 3)
-    nn.init.constant_(model.bias, float("nan"))
     return model
 
 

@@ -3,7 +3,6 @@
 import gc
 import re
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,18 +17,15 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.registration import UserBuffers
-from megatron_fsdp.engine.memory import Block, CommunicationPool
-from megatron_fsdp.engine.memory_plan import Use, plan_pool
+from megatron_fsdp.engine.memory_plan import Use
 from megatron_fsdp.errors import ConfigurationError
 from tests.support.arrangements import hybrid_arguments
 from tests.support.counting import LiveBytes, held_bytes
 from tests.support.on_ranks import engine_of, first_rank_warns, on_ranks, refusal, same_on_ranks
-from tests.support.settling import settled
 from tests.support.zoo import TOWER_FEATURES, Floor, Tower
 
 pytestmark = pytest.mark.unmerged
 
-CPU = torch.device("cpu")
 MIXED = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
 TAKEN = r"bytes of communication memory are taken once and keep their addresses, but nothing is registered, since"
 
@@ -185,26 +181,6 @@ def test_the_peak_is_held_from_the_start(strategy: int) -> None:
         train(model, optimizer, 1)
     assert live.now_bytes < live.peak_bytes
     assert held_bytes() - before < wrapped + 2048
-
-
-def test_what_is_larger_than_planned_gets_memory_of_its_own() -> None:
-    pool = CommunicationPool(CPU, plan_pool({Use.BUCKET: [64]}))
-    block = pool.make(Use.BUCKET, 0, 65)
-    assert (block.num_bytes, block.is_persistent) == (65, False)
-    assert pool.planned(Use.BUCKET, 65) == 0
-    assert isinstance(pool.make(Use.SCRATCH, 0, 8), Block)
-
-
-@on_ranks(2)
-def test_memory_goes_with_the_model() -> None:
-    model, optimizer = wrap()
-    train(model, optimizer, 0)
-    memory = engine_of(model).executor.pool.memory_of(Use.BUCKET, 0)
-    assert memory is not None
-    gone = weakref.ref(memory.untyped_storage())
-    del model, optimizer, memory
-    gc.collect()
-    assert settled(lambda: gone() is None, bool)  # gloo's threads let go of the last tensors a little later
 
 
 # ---- registration ---------------------------------------------------------------------------------------------------

@@ -177,16 +177,6 @@ def test_a_rank_that_was_ended_alone_is_told_so() -> None:
     assert text.startswith("rank 1 was ended by SIGTERM (process 11 on host); the last thing known: it runs code out")
 
 
-def test_a_failed_wait_is_told_also_of_a_rank_that_ended_then() -> None:
-    follows = Story().gather(1).wait(1).add(Mark.FAILED, Phase.WAIT, 1).add(Mark.GOODBYE, Phase.GATHER, 0)
-    text = told(Kind.ELSEWHERE, (1,), follows.log(0, alive=False), Story().gather(1).log(1))
-    assert "rank 0 raised an error while it waits for the weights of a since " in text
-    assert (
-        "  rank 0: raised an error while it waits for the weights of a; 1 operations, quiet for 0.0 s, process ended"
-        in text
-    )
-
-
 def _backward() -> Story:
     story = Story().gather(1)
     story.back = True
@@ -234,22 +224,6 @@ def test_what_one_rank_alone_asks_for_while_others_train_on_is_told_with_what_th
     each = "rank 0" if num_ranks == 2 else "each of ranks 0, 2"
     place = f"(operation {4 * steps + 1}, in the forward of step {steps})"
     assert text.startswith(f"rank 1 {doing} where {each} starts to gather the weights of (root) (64 bytes) {place}\n")
-
-
-def test_who_leaves_out_a_unit_or_a_norm_is_told_with_what_most_do() -> None:
-    full = [Story().train().gather(0).gather(1).gather(2).wait(2).log(rank, 3) for rank in (0, 2)]
-    text = told(Kind.DIFFERENT, (1,), *full, Story().train().gather(0).gather(1).meet(Phase.NORM).log(1, 3))
-    assert text.startswith(
-        "rank 1 waits for the norm of all gradients where each of ranks 0, 2 starts to gather the weights of b "
-    )
-    waits = [Story().train().gather(0).gather(1).gather(2).meet(Phase.NORM).log(rank, 3) for rank in (0, 2)]
-    for log in waits:
-        assert state_of(log).waits
-    text = told(Kind.DIFFERENT, (1,), *waits, Story().train().train(norm=False).gather(0).wait(0).log(1, 3))
-    assert text.startswith(
-        "rank 1 starts to gather the weights of (root) (64 bytes) where each of ranks 0, 2 waits for the norm of all "
-        "gradients (operation 8, in step 1)\n"
-    )
 
 
 def test_of_many_ranks_the_odd_ones_are_shown_first() -> None:

@@ -1,9 +1,6 @@
 """Models that keep logs: switched on by a call or the environment, on all ranks or none, without effect on values."""
 
-import contextlib
-import io
 import os
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -12,12 +9,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, fully_shard_model
-from megatron_fsdp.comm.processes import this_process
 from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hang.explain import Doing, state_of
-from megatron_fsdp.hang.log_file import NO_NUMBER, Mark, Ring, UnitFacts, Writer, file_name, read_folder
+from megatron_fsdp.hang.log_file import NO_NUMBER, Mark, read_folder
 from tests.conftest import RunRanks
 from tests.hang.test_hangs import step
 from tests.support.on_ranks import engine_of, on_ranks, refusal, same_on_ranks
@@ -108,44 +104,6 @@ def test_a_folder_that_one_rank_cannot_write_is_refused_by_all(tmp_path: Path) -
     assert "rank 1: ConfigurationError: the log for hangs cannot be written to " in message
     assert "FileExistsError" in message or "NotADirectoryError" in message
     model.log_for_hangs(tmp_path)  # nothing is left of the attempt
-
-
-def beside_another_job(folder: str) -> tuple[str, list[str], str]:
-    model, other = shard(), Path(folder)
-    with pytest.raises(ConfigurationError) as raised:
-        model.log_for_hangs(folder)
-    names = sorted(path.name for path in other.iterdir())
-    dist.barrier()
-    if dist.get_rank() == 1:
-        log = other / file_name(1, 0)
-        log.rename(other / file_name(7, 0))  # a later job of more ranks, in the same folder all the same
-    dist.barrier()
-    model.log_for_hangs(folder)
-    dist.barrier()
-    said = io.StringIO()
-    (log,) = engine_of(model).observers.watching
-    with contextlib.redirect_stderr(said):
-        log._speak_up(1.0)
-    dist.barrier()
-    return str(raised.value), names, said.getvalue()
-
-
-def test_two_jobs_do_not_share_a_folder(run_ranks: RunRanks, tmp_path: Path) -> None:
-    """The other job is this process, which lives, and began later."""
-    process = this_process()
-    far = 2 * time.time_ns()
-    other = Writer(7, (7,), 0, "other", far, process, (UnitFacts("(root)", (), 0),))
-    Ring(tmp_path / file_name(1, 0), other, 4)
-    found = run_ranks(2, beside_another_job, str(tmp_path))
-    (message,) = {message for message, _, _ in found}
-    assert f"holds the log of rank 1 of another job, which still runs (process {process.pid} on " in message
-    assert "; give each job its own folder for logs of hangs" in message
-    assert "rank-00001.mfsdplog" in found[1][1]
-    for rank, (_, _, said) in enumerate(found):
-        assert "no rank has called the model yet\n" in said
-        assert f"  rank {rank}: has not called the model yet; 0 operations" in said
-        assert "  rank 7: " not in said
-        assert "logs of rank 7 are of other runs and were left out" in said
 
 
 class Unfinished:

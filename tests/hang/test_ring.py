@@ -182,11 +182,3 @@ def test_the_environment_switches_the_log_on() -> None:
     assert resolve_hang_log({"MFSDP_HANG_LOG": "logs"}) == HangSettings(Path("logs"), None)
     both = {"MFSDP_HANG_LOG": "logs", "MFSDP_HANG_TIMEOUT": "2.5"}
     assert resolve_hang_log(both) == HangSettings(Path("logs"), 2.5)
-
-
-def test_times_that_are_none_or_have_no_folder_are_refused() -> None:
-    for seconds in ("0", "-1", "inf", "nan", "soon"):
-        with pytest.raises(ConfigurationError, match=f"MFSDP_HANG_TIMEOUT='{seconds}' is not a time to wait"):
-            resolve_hang_log({"MFSDP_HANG_LOG": "logs", "MFSDP_HANG_TIMEOUT": seconds})
-    with pytest.raises(ConfigurationError, match="MFSDP_HANG_TIMEOUT=3 has no effect without MFSDP_HANG_LOG"):
-        resolve_hang_log({"MFSDP_HANG_TIMEOUT": "3"})

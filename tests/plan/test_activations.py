@@ -171,17 +171,6 @@ def test_loops_over_experts_are_planned_as_grouped_products_and_the_model_is_lef
     assert all(not param._post_accumulate_grad_hooks for param in model.parameters())
 
 
-def test_products_keep_the_scores_and_fused_kernels_do_not() -> None:
-    """Attention by products keeps scores of a layer once for softmax and needs others for a while."""
-    scores = FLOAT * 2 * 4 * 16 * 16  # samples, heads, tokens, tokens
-    fused, products = profile_on_meta(CASES["llama"]), profile_on_meta(CASES["llama-eager-attention"])
-    assert products.kept_bytes - fused.kept_bytes >= LAYERS * scores
-    bf16 = CASES["llama-bf16"]
-    random_state = 24  # of flash attention on CUDA, for dropout; per layer
-    cuda, cpu = profile_on_meta(bf16, kernels="cuda"), profile_on_meta(bf16, kernels="cpu")
-    assert cuda.kept_bytes == cpu.kept_bytes + LAYERS * random_state
-
-
 def attention(mask: Tensor | None = None, **changes: Any) -> Tensor:
     shape = {"heads": 4, "key_heads": 4, "features": 16, "value_features": 16, "dtype": torch.bfloat16, **changes}
     dtype = shape["dtype"]
@@ -250,19 +239,6 @@ def test_recomputation_repeats_a_forward_up_to_what_backward_needs() -> None:
     forward = sum(segment.flops for segment in plain.segments if str(segment) in layers)
     last_products = LAYERS * 2 * LLAMA_TOKENS * 48 * 32
     assert full.recomputed_flops == forward - last_products
-
-
-@pytest.mark.parametrize("recompute", ["selective", "every_second_product", "mlp"])
-def test_parts_keep_more_than_units_and_less_than_all(recompute: Recompute) -> None:
-    least, some, all_of_it = (profile_on_meta(CASES["llama"], each).kept_bytes for each in ("full", recompute, "none"))
-    assert least < some < all_of_it
-
-
-def test_the_core_of_attention_repeats_no_product_with_weights() -> None:
-    plain, found = profile_on_meta(CASES["llama"], "none"), profile_on_meta(CASES["llama"], "selective")
-    products = [sum(segment.product_flops for segment in each.segments) for each in (plain, found)]
-    assert products[0] == products[1]
-    assert found.recomputed_flops > 0
 
 
 def test_nothing_to_recompute_is_refused() -> None:

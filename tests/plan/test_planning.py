@@ -202,27 +202,6 @@ def test_parameters_without_gradients_have_no_state() -> None:
 # ---- muon on paper: the balance of published models, memory to the byte, and what a plan says of it ------------------
 
 
-class Words(nn.Module):
-    """An embedding, two matrices of which one stands for a stack, a norm and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(7, 4)
-        self.middle = nn.Linear(4, 4)
-        self.stack = nn.Parameter(torch.empty(3, 4, 2))
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(4, 7, bias=False)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.norm(self.middle(self.words(words)) @ self.stack[0] @ self.stack[1].T)
-        return self.head(hidden).sum()
-
-
-def test_embeddings_head_norms_and_biases_are_left_to_the_other_optimizer() -> None:
-    with torch.device("meta"):
-        assert muon_matrices(Words()) == {"middle.weight": (4, 4), "stack": (3, 4, 2)}
-
-
 def test_heads_of_transformers_are_those_that_models_name() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}

@@ -111,13 +111,6 @@ def test_folders_without_timelines_and_files_that_were_cut_off_are_refused(tmp_p
         read_traces(tmp_path)
 
 
-def test_recordings_of_different_jobs_are_not_mixed(tmp_path: Path) -> None:
-    write_timeline(tmp_path, KNOWN)
-    write_timeline(tmp_path, replace(KNOWN, rank=1, world_size=3))
-    with pytest.raises(TraceError, match="mixes recordings: world_size differs between ranks 0 and 1"):
-        read_traces(tmp_path)
-
-
 @pytest.mark.parametrize("others", ["earlier", ""])
 def test_a_stale_file_of_an_earlier_recording_of_the_same_job_is_not_mixed_in(tmp_path: Path, others: str) -> None:
     write_timeline(tmp_path, replace(KNOWN, recording="now", peers=(0, 1)))
@@ -206,15 +199,6 @@ def test_a_timeline_as_events() -> None:
     assert arrow == [("s", 100, 0.11), ("f", COMPUTE_THREAD, 0.42)]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {STEPS_THREAD: "steps", COMPUTE_THREAD: "compute", 100: "gather stream"}
-
-
-def test_collectives_that_overlap_get_threads_of_their_own() -> None:
-    both = (collective((100, 100), 300, None), collective((200, 200), 400, None, number=1))
-    events = chrome_events(replace(KNOWN, collectives=both))
-    check(events)
-    assert {e["tid"] for e in events if e["ph"] == "X" and e["tid"] >= 100} == {100, 101}
-    names = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
-    assert "gather stream (2)" in names
 
 
 @settings(max_examples=40)

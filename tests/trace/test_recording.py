@@ -13,7 +13,7 @@ from megatron_fsdp import ChainedOptimizer, MegatronFSDP, fully_shard
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.observer import Phase
-from megatron_fsdp.errors import ConfigurationError, TraceError
+from megatron_fsdp.errors import TraceError
 from megatron_fsdp.trace import Recorder, Timeline, recorder, trace
 from megatron_fsdp.trace.summary import summarise
 from tests.conftest import RunRanks
@@ -21,19 +21,18 @@ from tests.support.formulas import outer_step_traffic, step_traffic
 from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.zoo import FLOORS, tower_loss
 from tests.trace import training
-from tests.trace.training import Loop, bucketed_tower, data, sharded_tower, train
+from tests.trace.training import data, sharded_tower, train
 
 
-def _both(how: str, strategy: int, loop: Loop) -> tuple[dict[str, Any], dict[str, Any], Timeline]:
+def _both(how: str, strategy: int) -> tuple[dict[str, Any], dict[str, Any], Timeline]:
     """Values without a recording, values with one, and the recording."""
     make = {
         "flat": lambda: sharded_tower(strategy),
         "hsdp": lambda: sharded_tower(strategy, outer=(0, 2, 2)),
         "hfsdp": lambda: sharded_tower(strategy, outer=(1, 2, 2)),
-        "ddp": lambda: bucketed_tower(shards=bool(strategy)),
     }[how]
-    without, _ = train(make(), loop, is_traced=False)
-    values, timeline = train(make(), loop, is_traced=True)
+    without, _ = train(make(), is_traced=False)
+    values, timeline = train(make(), is_traced=True)
     assert timeline is not None
     return without, values, timeline
 
@@ -88,7 +87,7 @@ def _check_all(without: dict[str, Any], values: dict[str, Any], timeline: Timeli
 
 @pytest.mark.parametrize("strategy", [0, 2, 3])
 def test_strategies(run_ranks: RunRanks, strategy: int) -> None:
-    for rank, (without, values, timeline) in enumerate(run_ranks(2, _both, "flat", strategy, training.plain)):
+    for rank, (without, values, timeline) in enumerate(run_ranks(2, _both, "flat", strategy)):
         _check_all(without, values, timeline)
         assert timeline.rank == rank
         assert timeline.units == ("(root)", *(f"floors.{floor}" for floor in range(FLOORS)))
@@ -109,7 +108,7 @@ def test_strategies(run_ranks: RunRanks, strategy: int) -> None:
 @pytest.mark.full(short=["hfsdp"])
 @pytest.mark.parametrize("how", ["hsdp", "hfsdp"])
 def test_hybrid_sharding_has_an_outer_stream(run_ranks: RunRanks, how: str) -> None:
-    found = run_ranks(4, _both, how, 3, training.plain)
+    found = run_ranks(4, _both, how, 3)
     (recording,) = {timeline.recording for _, _, timeline in found}
     assert recording
     assert {timeline.peers for _, _, timeline in found} == {(0, 1, 2, 3)}
@@ -122,29 +121,6 @@ def test_hybrid_sharding_has_an_outer_stream(run_ranks: RunRanks, how: str) -> N
         for step in (0, 1):
             count = Counter(one.purpose for one in across if one.step == step)
             assert (count["gather"], count["reduce"]) == (expected.gathers, expected.reductions)
-
-
-@pytest.mark.full(short=["True"])
-@pytest.mark.parametrize("shards", [False, True])
-def test_buckets_of_the_ddp_wrapper(run_ranks: RunRanks, shards: bool) -> None:
-    for without, values, timeline in run_ranks(2, _both, "ddp", int(shards), training.plain):
-        _check_all(without, values, timeline)
-        assert values["traffic"].reductions == 2 * (len(timeline.units) - 1)
-        assert bool(values["traffic"].gathers) is shards
-
-
-def test_recomputed_forwards_nest_in_backwards(run_ranks: RunRanks) -> None:
-    for without, values, timeline in run_ranks(2, _both, "flat", 3, training.recomputed):
-        _check_all(without, values, timeline)
-        for unit in range(1, FLOORS + 1):
-            first, again = [s for s in timeline.spans if (s.step, s.phase, s.unit) == (0, "forward", unit)]
-            assert first.depth == 1  # in that of the root
-            around = [
-                s
-                for s in timeline.spans
-                if s.phase == "backward" and s.start_ns <= again.start_ns and again.end_ns <= s.end_ns
-            ]
-            assert len(around) == again.depth == 1
 
 
 def _evaluate_much() -> Timeline:
@@ -229,39 +205,6 @@ def test_a_step_that_fails_is_survived(where: str) -> None:
     assert [s.phase for s in late.spans].count("optimizer") == 2
     last = max(late.spans, key=lambda span: span.end_ns)
     assert (last.phase, last.depth) == ("optimizer", 0)
-
-
-def _evaluate_then_train() -> tuple[Timeline, Timeline]:
-    """Three evaluations; and a step after weights were written by hand."""
-    model, optimizer = sharded_tower(3)
-    with pytest.raises(ConfigurationError, match="a Linear that no engines shard was given; give what"):
-        Recorder(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="steps=0 keeps nothing; give 1 or more"):
-        Recorder(model, steps=0)
-    with torch.no_grad():
-        plain_loss = tower_loss(model, data()).item()
-        with trace(model, align=False) as evaluated:
-            assert [tower_loss(model, data()).item() for _ in range(3)] == [plain_loss] * 3
-    with trace(model, align=False) as trained:
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(0.5)
-        training.plain(model, data())
-        optimizer.step()
-    return evaluated.result(), trained.result()
-
-
-def test_evaluation_is_one_step_and_weights_installed_before_the_first_forward_end_none(run_ranks: RunRanks) -> None:
-    for evaluated, trained in run_ranks(2, _evaluate_then_train):
-        for timeline in (evaluated, trained):
-            assert [window.index for window in timeline.steps] == [0]
-            assert (timeline.is_aligned, timeline.recording, timeline.peers) == (False, "", ())
-        phases = Counter(span.phase for span in evaluated.spans)
-        assert (phases["forward"], phases["backward"], phases["optimizer"]) == (3 * (FLOORS + 1), 0, 0)
-        assert [span.phase for span in trained.spans].count("install") == 2
-    for alone in run_ranks(1, _evaluate_then_train)[0]:
-        assert alone.collectives == ()
-        assert [step.hidden for step in summarise(alone)] == [None]
 
 
 def _hooks() -> tuple[int, int]:

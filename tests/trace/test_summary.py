@@ -40,12 +40,6 @@ def test_a_step_worked_out_by_hand() -> None:
     assert hidden_part((step, replace(step, communication_ns=90, exposed_ns=10))) == 1 - 70 / 450
 
 
-def test_collectives_in_flight_together_count_once() -> None:
-    both = (collective((100, 100), 300, (250, 300, 300)), collective((200, 200), 400, (300, 360, 400)))
-    (step,) = summarise(replace(EMPTY, collectives=both))
-    assert (step.communication_ns, step.exposed_ns) == (300, 50 + 60)
-
-
 def test_communication_of_two_steps_is_cut_at_the_border_and_waits_count_where_they_are() -> None:
     windows = (StepWindow(4, 0, 500), StepWindow(5, 500, 1000))
     crossing = collective((400, 410), 700, (600, 700, 700), step=4, wait_step=5)

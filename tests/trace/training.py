@@ -1,6 +1,5 @@
 """Small training runs on ranks, recorded or not."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,10 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, fully_shard
-from megatron_fsdp.fully_shard import fully_shard_optimizer
+from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.trace import Timeline, trace
 from tests.support.arrangements import hybrid_arguments
 from tests.support.formulas import footprints_of
@@ -19,7 +16,6 @@ from tests.support.on_ranks import fixed_seed
 from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 
 Wrapped = tuple[MegatronFSDP, torch.optim.Optimizer]
-Loop = Callable[[MegatronFSDP, torch.Tensor], list[float]]
 
 
 def sharded_tower(strategy: int = 3, outer: tuple[int, int, int] | None = None, **options: Any) -> Wrapped:
@@ -35,17 +31,6 @@ def sharded_tower(strategy: int = 3, outer: tuple[int, int, int] | None = None, 
     return fully_shard(model, optimizer, fsdp_unit_modules=[Floor], zero_dp_strategy=strategy, **meshes, **options)
 
 
-def bucketed_tower(shards: bool) -> Wrapped:
-    """The same under the DDP wrapper, two floors to a bucket."""
-    with fixed_seed(0):
-        model = Tower()
-    config = DistributedDataParallelConfig(
-        overlap_grad_reduce=True, use_distributed_optimizer=shards, overlap_param_gather=shards, bucket_size=2048
-    )
-    wrapped = DistributedDataParallel(config, model)
-    return wrapped, fully_shard_optimizer(torch.optim.AdamW(wrapped.parameters(), lr=1e-2))
-
-
 def data(step: int = 0) -> torch.Tensor:
     """A batch of this rank."""
     values = torch.linspace(-1, 1, 4 * TOWER_FEATURES).view(4, TOWER_FEATURES)
@@ -59,28 +44,12 @@ def plain(model: MegatronFSDP, x: torch.Tensor) -> list[float]:
     return [loss.item()]
 
 
-def recomputed(model: MegatronFSDP, x: torch.Tensor) -> list[float]:
-    """Floors are recomputed in backward."""
-
-    def through(floors: torch.nn.Sequential, h: torch.Tensor) -> torch.Tensor:
-        for floor in floors:
-            h = checkpoint(floor, h, use_reentrant=False)
-        return h
-
-    tower: Any = model.module
-    tower.forward = lambda x: tower.last(through(tower.floors, tower.first(x)))
-    try:
-        return plain(model, x)
-    finally:
-        del tower.forward
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of this rank's shard; asking for whole tensors would send something."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def train(wrapped: Wrapped, loop: Loop, is_traced: bool, steps: int = 3) -> tuple[dict[str, Any], Timeline | None]:
+def train(wrapped: Wrapped, is_traced: bool, steps: int = 3) -> tuple[dict[str, Any], Timeline | None]:
     """Losses, gradients, weights and traffic of some steps, of which the first is never recorded."""
     model, optimizer = wrapped
     losses, gradients, recording = [], {}, None
@@ -91,7 +60,7 @@ def train(wrapped: Wrapped, loop: Loop, is_traced: bool, steps: int = 3) -> tupl
             context = trace(model) if is_traced else nullcontext()
             recording = context.__enter__()
         optimizer.zero_grad()
-        losses += loop(model, data(step))
+        losses += plain(model, data(step))
         gradients = {name: local(param.grad) for name, param in model.named_parameters() if param.grad is not None}
         optimizer.step()
     context.__exit__(None, None, None)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fsdp.train.console import Display, averaged, console, duration, figures, header, stamped
+from megatron_fsdp.train.console import Display, console, duration, figures
 from megatron_fsdp.train.measure import Evaluation, StepRecord
 from megatron_fsdp.train.recorder import read_lines
 from tests.conftest import RunRanks
@@ -74,38 +74,6 @@ def test_each_interval_has_a_line_and_each_evaluation() -> None:
     assert lines[1] == "step  10/300  held-out loss 1.750"
     assert lines[2].startswith("step 289/300  0:00 left  ")
     assert len(lines) == 3
-
-
-@pytest.mark.parametrize(("columns", "most"), [("80", 80), ("300", 100)])
-def test_lines_fit_the_width(monkeypatch: pytest.MonkeyPatch, columns: str, most: int) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    lines: list[str] = []
-    with monkeypatch.context() as patch:
-        patch.setattr("megatron_fsdp.train.console.is_terminal", lambda: True)
-        say = stamped(lines.append)
-    Display(say, 100_000).on_steps([record(99_999, skipped=3, tokens_per_s=12_345_678.0, peak_bytes=123 * 2**30)])
-    say("not as it was saved, so losses may differ from one run: --data-path was a.txt, contents 1, and is b.txt")
-    say("loaded\n0 missing")
-    lines += header([("options", "--some-flag with-a-value " * 30), ("steps", "3")])
-    assert max(len(line) for text in lines for line in text.splitlines()) <= most
-    assert re.match(r"\d\d:\d\d:\d\d step  99999/100000  0:00 left  loss 0.000  skipped 3  MFU 40.0%", lines[0])
-    assert re.match(r" {9}\S", lines[1].splitlines()[1])
-    assert re.fullmatch(r"(\d\d:\d\d:\d\d) loaded\n\1 0 missing", lines[2])
-    assert re.match(r" {9}\S", lines[3].splitlines()[1])
-    assert lines[4] == "steps    3"
-    stamped(lines.append)("word " * 40)
-    assert re.fullmatch(r"\d\d:\d\d:\d\d (word ){40}", lines[5])
-
-
-def test_speeds_are_those_of_all_steps_together() -> None:
-    slow, fast = (
-        record(1, tokens_per_s=10.0, tflops=1.0, step_s=3.0),
-        record(2, tokens_per_s=30.0, tflops=3.0, step_s=1.0),
-    )
-    found = averaged([slow, fast])
-    assert (found.step, found.loss) == (2, 2.5)
-    assert (found.tokens_per_s, found.tflops, found.step_s) == (15.0, 1.5, 2.0)
-    assert math.isnan(averaged([slow, record(2, mfu=math.nan)]).mfu)
 
 
 def test_figures_are_short_and_those_that_are_not_known_or_do_not_fit_are_left_out() -> None:

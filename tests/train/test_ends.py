@@ -1,12 +1,10 @@
 """Every way in which a run ends has its exit code and its words, also where memory runs out before the first step."""
 
-import os
 import re
 import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -15,14 +13,12 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from megatron_fsdp.train import checkpoints, run_job
-from megatron_fsdp.train.data import preparation
+from megatron_fsdp.train import checkpoints
 from megatron_fsdp.train.failures import (
     Failure,
     NotSavedError,
     find_cause,
     is_out_of_memory,
-    memory_advice,
     report_failure,
     write_failure,
 )
@@ -32,10 +28,8 @@ from tests.support.train_program import (
     LIMIT_S,
     OPTIONS,
     environment,
-    job_of,
     metrics,
     run,
-    this_rank,
     train,
     write_text,
 )
@@ -100,55 +94,7 @@ def test_errors_of_memory_count_also_as_a_cause_and_others_do_not() -> None:
     assert not is_out_of_memory(RuntimeError("NCCL error: remote process exited or there was a network error"))
 
 
-@on_ranks(2)
-def test_memory_that_ran_out_before_the_first_step() -> None:
-    told = memory_advice(job_of("--micro-batch-size", "1"), this_rank(), 0, MemoryError("no room"))
-    assert told.startswith(f"out of memory on rank {dist.get_rank()} outside of a step on cpu: no room\n")
-    assert "--init-model-with-meta-device; more ranks" in told
-    assert "--micro-batch-size 0" not in told
-
-
 # ---- memory that runs out before the first step ----------------------------------------------------------------------
-
-_OF_TORCH = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
-PLACES: dict[str, tuple[Any, str, Exception]] = {
-    "tokens": (preparation, "encode_texts", MemoryError()),
-    "opening": (preparation, "read_data", OSError(12, os.strerror(12))),
-    "flops": (run_job, "model_flops", RuntimeError(_OF_TORCH)),
-}
-TOLD = {
-    "tokens": "out of memory on rank 0 while it made the tokens of --data-path: MemoryError()\n",
-    "opening": "out of memory outside of a step on cpu: opening the tokens of --data-path failed (rank 1: OSError: "
-    "[Errno 12] Cannot allocate memory)\n",
-    "flops": f"out of memory on rank 1 outside of a step on cpu: {_OF_TORCH}\n",
-}
-
-
-def trainer_without_memory(argv: Sequence[str]) -> int:
-    """The trainer, where memory runs out at the place that the first word names, on the rank that tells of it."""
-    where, *options = argv
-    module, name, error = PLACES[where]
-    work = getattr(module, name)
-
-    def run_out(*args: Any) -> Any:
-        if f"rank {os.environ['RANK']}" in TOLD[where]:
-            raise error
-        return work(*args)
-
-    setattr(module, name, run_out)
-    return trainer(options)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("where", PLACES)
-def test_it_ends_the_run_with_the_code_of_memory(where: str, tmp_path: Path) -> None:
-    data = ("--data-path", str(write_text(tmp_path / "text.txt")), "--out", str(tmp_path / "out"))
-    program = Program(trainer_without_memory, [where, *OPTIONS, *data], environment())
-    _, errors = program.communicate(timeout=LIMIT_S)
-    assert program.returncode == 3, errors
-    assert errors.partition(": ")[2].startswith(TOLD[where])  # what all ranks raise any of them may tell first
-    assert "\n  try: " in errors
-    assert "Traceback" not in errors
 
 
 @on_ranks(2)

@@ -25,7 +25,6 @@ from tests.conftest import RunRanks
 from tests.support.array_tokens import feed_of, token_data
 from tests.support.on_ranks import on_ranks
 from tests.support.train_program import this_rank
-from tests.train import records as stored
 from tests.train.models.runs import NoCheckpoints, Silent
 
 
@@ -44,14 +43,6 @@ def test_state_that_rests_on_the_host_is_not_counted_in_the_peak() -> None:
         peaks.append(peak_bytes(built) - memory.persistent_bytes - memory.transient_peak_bytes)
         assert peaks[-1] == optimizer_bytes(built.optimizer) - memory.away.get("optimizer_state", 0)
     assert peaks[0] == optimizer_bytes(built.optimizer) > peaks[1] > peaks[2] == 0
-
-
-def test_speeds_of_a_step_of_half_a_second() -> None:
-    speed = Speed(tokens=1000, flops=6e12, ranks=4, peak_tflops=12.0)
-    found = speed.timed(stored.record(1), 0.5, 2.0)
-    assert (found.step_s, found.elapsed_s, found.tokens_per_s, found.tflops, found.mfu) == (0.5, 2.0, 2000.0, 3.0, 0.25)
-    assert math.isnan(Speed(1000).timed(stored.record(1), 0.5, 2.0).tflops)
-    assert math.isnan(Speed(1000, flops=1e12).timed(stored.record(1), 0.5, 2.0).mfu)
 
 
 def test_peaks_go_by_the_name_of_the_device_and_others_are_not_known() -> None:

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.models.decoder import (
@@ -8,7 +8,6 @@ from megatron_fsdp.train.models.decoder import (
     ModelShape,
     next_token_loss,
     recompute,
-    rotate,
     split_for_decay,
 )
 
@@ -48,41 +47,6 @@ def test_logits_depend_on_all_earlier_tokens_and_on_no_later_one(shape: ModelSha
     assert (before[3:] - after[3:]).abs().amax(dim=-1).min() > 1e-4
     first, second = model(torch.tensor([[1, 2, 3], [2, 1, 3]]))
     assert (first[-1] - second[-1]).abs().max() > 1e-4  # their order matters
-
-
-def test_rotation_keeps_lengths_and_products_depend_on_distance_only() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(1, 2, 5, 8, dtype=torch.float64)
-    turned = rotate(x)
-    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
-    assert torch.equal(turned[:, :, 0], x[:, :, 0])
-    query, key = (torch.randn(8, dtype=torch.float64).expand(1, 1, 6, 8) for _ in range(2))
-    products = rotate(query)[0, 0] @ rotate(key)[0, 0].T
-    torch.testing.assert_close(products[2, 0], products[5, 3], rtol=1e-6, atol=1e-9)
-    assert abs(products[2, 0] - products[3, 0]) > 1e-3
-
-
-def attend(model: nn.Module, x: Tensor, groups: int) -> Tensor:
-    """Attention by its definition, head by head."""
-    projected, mixed = model.query_key_value(x)[0], []
-    for head in range(4):
-        group = head * groups // 4
-        query = projected[:, head * 4 : head * 4 + 4]
-        key = projected[:, 16 + group * 4 : 16 + group * 4 + 4]
-        value = projected[:, 16 + (groups + group) * 4 : 16 + (groups + group) * 4 + 4]
-        scores = (query @ key.T / 2.0).masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
-        mixed.append(scores.softmax(-1) @ value)
-    return model.output(torch.cat(mixed, 1))
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_groups_of_heads_share_keys_and_values(groups: int) -> None:
-    shape = ModelShape(
-        11, 1, 16, 4, 24, num_query_groups=groups, learned_positions=8, normalizes_query_key=False, init_std=0.3
-    )
-    attention = make_model(shape).blocks[0].attention
-    x = torch.randn(1, 5, 16)
-    torch.testing.assert_close(attention(x)[0], attend(attention, x, groups))
 
 
 def test_norms_queries_and_keys_by_head() -> None:

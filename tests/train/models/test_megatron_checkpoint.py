@@ -35,7 +35,6 @@ from tests.train.models.runs import (
     prepare,
     results_of,
     some_feed,
-    train_with_checkpoints,
 )
 
 HEADS, GROUPS, HEAD_DIM, SAMPLES = 4, 2, 4, 35
@@ -198,14 +197,6 @@ def test_weights_alone_begin_a_new_run(tmp_path: Path) -> None:
     expected = megatron_logits(truth.masters, GATED, torch.arange(8)[None])
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert len(found.losses) == STEP + 2
-
-
-@on_ranks(1)
-def test_what_is_saved_after_it_is_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
-    values = {**LLAMA_STYLE, **SHARDED, "load": converted(tmp_path, truth_of(GATED))}
-    whole = train_with_checkpoints({**values, "save": str(tmp_path / "saved"), "save_interval": STEP + 1})
-    resumed = train_with_checkpoints({**values, "load": str(tmp_path / "saved" / f"iter_{STEP + 1:07}")})
-    assert resumed.losses == whole.losses[1:]
 
 
 @pytest.mark.parametrize(
