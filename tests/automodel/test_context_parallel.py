@@ -78,13 +78,15 @@ def test_labels_are_shifted_before_they_are_cut() -> None:
 def test_batches_that_cannot_be_cut_are_refused_on_all_ranks() -> None:
     mesh, here = mesh_of((2,), ("cp",)), dist.get_rank()
     ids, ones = {"input_ids": tokens()}, torch.ones(2, LENGTH)
+    halves = {"input_ids": tokens()[:1], "position_ids": torch.arange(4).repeat(1, 2)}
     hole, left, padded = ones.clone(), ones.clone(), ones.clone()
     hole[0, 3], left[0, 0], padded[0, 7] = 0, 0, 0
     batches: list[tuple[str, dict[str, Tensor]]] = [
         ("sequences of 6 tokens cannot be cut into 2 * 2 = 4 equal pieces", {"input_ids": tokens()[:, :6]}),
         ("needs input_ids or inputs_embeds", {"labels": tokens()}),
         ("attention_mask of shape (2, 1, 1, 8)", {**ids, "attention_mask": ones[:, None, None]}),
-        ("the batch has seq_idx without position_ids", {**ids, "seq_idx": tokens() // 4}),
+        ("the batch has max_length_q without position_ids", {**ids, "max_length_q": torch.tensor(4)}),
+        ("seq_idx has the shape (8,); give the number", {**ids, "seq_idx": tokens()[0] // 4}),
         ("cu_seq_lens_q=[0, 4, 8] with 2 rows of 8 tokens", {**ids, "cu_seq_lens_q": torch.tensor([0, 4, 8])}),
         ("pixel_values of shape (2, 3, 4, 4)", {**ids, "pixel_values": torch.ones(2, 3, 4, 4)}),
         ("has holes or pads on the left", {**ids, "attention_mask": hole}),
@@ -95,14 +97,11 @@ def test_batches_that_cannot_be_cut_are_refused_on_all_ranks() -> None:
             {**ids, "position_ids": torch.tensor([[*range(8)], [0, 1, 2, 3] + [1] * 4])},
         ),
         ("are 5 at token 0 of row 0, where", {**ids, "position_ids": torch.tensor([[5, 6, 7, 8, 0, 1, 2, 3]] * 2)}),
-        (
-            "begin documents at different tokens",
-            {
-                "input_ids": tokens()[:1],
-                "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]),
-                "cu_seq_lens_q": torch.tensor([0, 3, 8]),
-            },
+        *(
+            (f"position_ids and {name} begin documents at different tokens", {**halves, name: torch.tensor(marks)})
+            for name, marks in {"cu_seq_lens_q": [0, 3, 8], "cu_seq_lens_k": [0, 8], "seq_idx": [[0] * 8]}.items()
         ),
+        ("cu_seq_lens_q=[] with 1 rows of 8 tokens", {**halves, "cu_seq_lens_q": torch.tensor([])}),
         ("labels is a list; give tensors of", {**ids, "labels": tokens().tolist(), "attention_mask": None}),
         ("labels and shift_labels", {**ids, "labels": tokens(), "shift_labels": tokens()}),
         ("ranks differ: input_ids is (2, 8) torch.int64 with the checksum ", {"input_ids": tokens() + here}),
@@ -299,10 +298,16 @@ def test_packed_rows_of_a_collator_are_those_of_their_positions() -> None:
     rows = [{"input_ids": list(range(2, 2 + size))} for size in (3, 5, 8)]
     flat = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
     mine = shard_batch(flat, mesh)
-    by_ends = shard_batch({name: flat[name] for name in ("input_ids", "labels", "cu_seq_lens_q")}, mesh)
-    assert "attention_mask" not in shard_batch({**flat, "cu_seq_lens_q": [0, 3, 8, 16], "attention_mask": None}, mesh)
-    assert mine.keys() == by_ends.keys() == {"input_ids", "shift_labels", "position_ids", "document_starts"}
-    assert all(torch.equal(mine[name], by_ends[name]) for name in mine)
+    by_ends, by_index = (
+        shard_batch({name: flat[name] for name in ("input_ids", "labels", mark)}, mesh)
+        for mark in ("cu_seq_lens_q", "seq_idx")
+    )
+    ends = [0, 3, 8, 16]
+    listed = shard_batch({**flat, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "attention_mask": None}, mesh)
+    assert "attention_mask" not in listed
+    assert mine.keys() == {"input_ids", "shift_labels", "position_ids", "document_starts"}
+    for other in (by_ends, by_index):
+        assert_equal_tensors(other, mine)
     starts = unshard_sequence(mine["document_starts"], mesh)
     assert starts.tolist() == [[0] * 3 + [3] * 5 + [8] * 8]
     assert unshard_sequence(mine["shift_labels"], mesh)[0, [2, 7, 15]].tolist() == [-100] * 3

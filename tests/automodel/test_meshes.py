@@ -195,27 +195,20 @@ def test_axes_are_looked_up_by_name() -> None:
         context.gradient_axis()
 
 
-def over_copies_and_context() -> DeviceMesh:
-    """Two copies of two context-parallel ranks need at least eight ranks by `resolve_sizes`, so by hand with four."""
-    mesh = dist.init_device_mesh("cpu", (1, 2, 1, 2, 1), mesh_dim_names=FSDP2_AXES)
-    mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-    return mesh
-
-
-SHARDED_OVER: list[tuple[dict[str, int] | None, tuple[str, ...], list[Any]]] = [
+SHARDED_OVER: list[tuple[dict[str, int], tuple[str, ...], list[Any]]] = [
     ({}, ("dp_shard",), [0, 1, 2, 3]),
     ({"cp_size": 2}, ("dp_shard_cp",), [0, 1, 2, 3]),
     ({"dp_replicate_size": 2}, ("dp_replicate", "dp_shard"), [[0, 1], [2, 3]]),
-    (None, ("dp_replicate", "dp_shard_cp"), [[0, 1], [2, 3]]),
+    ({"dp_replicate_size": 2, "cp_size": 2}, ("dp_replicate", "dp_shard_cp"), [[0, 1], [2, 3]]),
 ]
-"""Sizes on four ranks (None: `over_copies_and_context`), and what `get_fsdp_dp_mesh` gives."""
+"""Sizes on four ranks, and what `get_fsdp_dp_mesh` gives."""
 
 
 @on_ranks(4)
 def test_fsdp2_trains_over_each_of_the_meshes_as_one_process_does() -> None:
     truth = reference("llama", steps=1)
     for sizes, names, ranks in SHARDED_OVER:
-        mesh = over_copies_and_context() if sizes is None else create_device_mesh(FSDP2, **sizes)[0]
+        mesh, _ = create_device_mesh(FSDP2, **sizes)
         assert mesh is not None
         shards = get_fsdp_dp_mesh(mesh)
         assert (shards.mesh_dim_names, shards.mesh.tolist()) == (names, ranks)

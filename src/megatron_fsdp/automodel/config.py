@@ -497,7 +497,7 @@ def resolve_sizes(config: DistributedConfig, world_size: int, **sizes: int | Non
             f"dp_size={dp} cannot be divided by dp_replicate_size={copies}; dp_size counts the copies too, so it must "
             "be a multiple of their number"
         )
-    if copies > 1 and copies == dp:
+    if copies > 1 and copies == dp * cp:
         raise ParallelSizeError(
             f"dp_replicate_size={copies} must be less than dp_size={dp}, or nothing is sharded; use DDPConfig for "
             "whole replicas"

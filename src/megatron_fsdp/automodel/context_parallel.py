@@ -206,38 +206,48 @@ def _document_starts(batch: Mapping[str, Tensor], of_packing: Mapping[str, Any])
     reference = _reference(batch)
     rows, length = reference.shape[:2]
     at = torch.arange(length, device=reference.device).expand(rows, length)
-    ends = of_packing.get("cu_seq_lens_q", of_packing.get("cu_seq_lens_k"))
-    found = torch.zeros_like(at)
-    if ends is not None:
-        ends = torch.as_tensor(ends)
-        if rows != 1 or ends.ndim != 1 or ends[0] != 0 or ends[-1] != length or bool((ends.diff() < 1).any()):
+    is_real = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(at, dtype=torch.bool)
+    begins: dict[str, Tensor] = {}  # True where a document begins, by what says so
+    if "position_ids" in batch:
+        starts = at - batch["position_ids"].to(at)
+        begins["position_ids"] = starts == at
+        goes_on = F.pad(starts[:, 1:] == starts[:, :-1], (1, 0), value=False)
+        wrong = (is_real & ~begins["position_ids"] & ~goes_on).nonzero()
+        if wrong.numel():
+            row, token = wrong[0].tolist()
             raise ConfigurationError(
-                f"cu_seq_lens_q={ends.tolist()} with {rows} rows of {length} tokens; give one row, and increasing ends "
+                f"position_ids are {int(batch['position_ids'][row, token])} at token {token} of row {row}, where they "
+                "neither go on nor begin at 0; give documents one after another, each numbered from 0, and padding last"
+            )
+    for name, given in of_packing.items():
+        if given is None or name.startswith("max_length"):
+            continue
+        marks = torch.as_tensor(given)
+        if name == "seq_idx":
+            if marks.shape != at.shape:
+                raise ConfigurationError(
+                    f"seq_idx has the shape {tuple(marks.shape)}; give the number of each token's document, {rows} "
+                    f"rows of {length}"
+                )
+            begins[name] = F.pad(marks.to(at).diff(dim=1) != 0, (1, 0), value=True)
+            continue
+        if rows != 1 or marks.ndim != 1 or marks[:1].tolist() != [0] or marks[-1] != length or (marks.diff() < 1).any():
+            raise ConfigurationError(
+                f"{name}={marks.tolist()} with {rows} rows of {length} tokens; give one row, and increasing ends "
                 f"of its documents from 0 to {length}"
             )
-        found = ends.to(at)[torch.bucketize(at, ends.to(at), right=True) - 1]
-    if "position_ids" not in batch:
-        if of_packing and ends is None:
-            raise ConfigurationError(
-                f"the batch has {', '.join(of_packing)} without position_ids or cu_seq_lens_q, which say where "
-                "documents begin; give one of the two"
-            )
-        return found
-    starts = at - batch["position_ids"].to(at)
-    is_real = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(at, dtype=torch.bool)
-    begins = starts == at
-    goes_on = F.pad(starts[:, 1:] == starts[:, :-1], (1, 0), value=False)
-    wrong = (is_real & ~begins & ~goes_on).nonzero()
-    if wrong.numel():
-        row, token = wrong[0].tolist()
+        begins[name] = torch.isin(at, marks.to(at))
+    if of_packing and not begins:
         raise ConfigurationError(
-            f"position_ids are {int(batch['position_ids'][row, token])} at token {token} of row {row}, where they "
-            "neither go on nor begin at 0; give documents one after another, each numbered from 0, and padding last"
+            f"the batch has {', '.join(of_packing)} without position_ids, cu_seq_lens_q or seq_idx, which say where "
+            "documents begin; give one of these"
         )
-    if ends is not None and bool((starts != found).any()):
-        raise ConfigurationError("position_ids and cu_seq_lens_q begin documents at different tokens; give one of them")
-    starts = torch.where(is_real, starts, 0)
-    return torch.where(is_real, starts, starts.amax(1, keepdim=True))  # padding belongs to the last document
+    first = next(iter(begins), "")
+    for name, other in begins.items():
+        if bool(((other != begins[first]) & is_real).any()):
+            raise ConfigurationError(f"{first} and {name} begin documents at different tokens; give one of them")
+    found = begins[first] & is_real if begins else torch.zeros_like(is_real)
+    return torch.where(found, at, 0).cummax(1).values  # padding belongs to the last document
 
 
 def _check_padding(batch: Mapping[str, Tensor]) -> None:
