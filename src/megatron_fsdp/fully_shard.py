@@ -524,7 +524,10 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
         for group in model.parameter_groups()
         for name, param in zip(group.names, group.sharded, strict=True)
     }
-    move_to_sharded(optimizer, {key: sharded[name] for key, name in names.items()}, model._engine.shard_like)
+    replacements = {key: sharded[name] for key, name in names.items() if name in sharded}
+    for group in optimizer.param_groups:  # frozen quantised weights, which no step changes, are several others now
+        group["params"][:] = [param for param in group["params"] if id(param) in replacements]
+    move_to_sharded(optimizer, replacements, model._engine.shard_like)
     return model, fully_shard_optimizer(optimizer, bound.arguments["preproc_state_dict_for_dcp_ckpt"])
 
 

@@ -289,7 +289,7 @@ def test_tensor_extensions_beside_other_parallelism_are_refused_by_name() -> Non
             "fsdp_pre_all_gather of Pair wants 2 tensors gathered, (1, 6) torch.int8, (0, 6) torch.uint8, for rows",
         ),
         (Dequantised, {}, False, "fsdp_post_all_gather of Dequantised returns a Tensor, with memory of its own"),
-        (Quantised, {"zero_dp_strategy": 0}, False, "is a Quantised, a tensor class that flattens into codes, scale"),
+        (Quantised, {"zero_dp_strategy": 0}, False, "is a Quantised, a quantised weight, and is trained; freeze it"),
         (Int8Gather, {"zero_dp_strategy": 2}, False, "strategy optim_grads, which gathers none"),
     ],
 )

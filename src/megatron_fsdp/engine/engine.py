@@ -175,7 +175,7 @@ class Engine:
     gradient_checks: Sequence[GradientCheck]
     own_groups: OwnGroups | None  # destroyed with the engine
     user_buffers: UserBuffers | None  # registered memory that is deregistered with the engine
-    format_note: str  # how weights are multiplied on this device where it lacks float8 products; else empty
+    format_note: str  # on float8 products that are emulated, and on quantised weights; else empty
     no_capture_reason: str  # why no step can be captured into a CUDA graph; empty: it can, or is not asked for
 
     reduces_in_fixed_order = False  # whatever is called when, on any rank

@@ -21,6 +21,7 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, ScheduleError
 from megatron_fsdp.experimental.context import FsdpContext, open_context
 from megatron_fsdp.experimental.placement import Flat, Placements
+from megatron_fsdp.formats.quantized import take_quantized_apart
 from megatron_fsdp.optim.optimizer import connect_with_hooks
 from megatron_fsdp.optim.step import engine_of, params_of
 from megatron_fsdp.sharding.mesh import rank_mesh_of
@@ -71,6 +72,7 @@ def fully_shard(
             raise ConfigurationError(
                 f"{name} was sharded in another fully_shard_context; shard a model inside one context"
             )
+    take_quantized_apart([module])
     for name, param in module.named_parameters():
         if not isinstance(param, DTensor):  # of a unit inside
             _check_parameter(name, param)
@@ -85,7 +87,7 @@ def fully_shard(
 
 
 def _check_parameter(name: str, param: nn.Parameter) -> None:
-    if param.dtype not in _DTYPES:
+    if param.dtype not in _DTYPES and param.requires_grad:
         raise NotSupportedYetError(f"{name} is of {param.dtype}; give float32, bfloat16 or float16")
     if param.ndim == 0 or 0 in param.shape[1:]:
         raise ConfigurationError(

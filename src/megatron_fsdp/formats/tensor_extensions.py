@@ -26,8 +26,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.group_plan import GATHER_METHODS, GroupPlan, ModelSharding
@@ -88,13 +86,6 @@ def tensor_extension_of(name: str, param: torch.Tensor, module: nn.Module) -> Te
     kind: Any = type(param)
     found = [method for method in GATHER_METHODS if hasattr(kind, method)]
     if not found:
-        if not isinstance(values, DTensor) and is_traceable_wrapper_subclass(values):
-            raise ConfigurationError(
-                f"{name} is a {kind.__name__}, a tensor class that flattens into "
-                f"{', '.join(values.__tensor_flatten__()[0])} and does not say how it is sharded; call "
-                "unwrap_tensor_subclass_parameters(model) of torch._functorch._aot_autograd.subclass_parametrization "
-                "before the model is sharded, which makes plain parameters of these"
-            )
         return None
     if len(found) == 1:
         missing = next(method for method in GATHER_METHODS if method not in found)

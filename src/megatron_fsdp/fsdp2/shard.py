@@ -25,6 +25,7 @@ from megatron_fsdp.engine.group_plan import Sharding, local_tensor, part_of
 from megatron_fsdp.engine.unit import Owner
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, check_keys, warn_caller
 from megatron_fsdp.experimental.module import fully_shard_optimizer as connect
+from megatron_fsdp.formats.quantized import take_quantized_apart
 from megatron_fsdp.formats.tensor_extensions import tensor_extension_of
 from megatron_fsdp.fsdp2.even import EvenParameter, even_shard
 from megatron_fsdp.fsdp2.module import become_sharded
@@ -119,6 +120,7 @@ def fully_shard(
     mesh = _all_ranks() if mesh is None else mesh
     _check_mesh(mesh)
     ignored = frozenset(map(id, ignored_params or ()))
+    take_quantized_apart(modules, ignored)
     owned = list(_owned(modules, ignored))
     meshes = _meshes(shard_placement_fn, [param for _, param, _ in owned], mesh)
     tensor_parallel = next((param.device_mesh for _, param, _ in owned if isinstance(param, DTensor)), None)

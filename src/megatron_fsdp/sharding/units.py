@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import is_parametrized
 
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError
@@ -413,7 +414,8 @@ def _owning_module(module: nn.Module, unit: str, parameter: str, whole_types: tu
     inner = parameter.removeprefix(f"{unit}.").split(".")[:-1]
     paths = [".".join((unit, *inner[:depth])) for depth in range(len(inner) + 1)]
     for path in paths:
-        if isinstance(module.get_submodule(path), (*READ_INNER_PARAMETERS, *whole_types)):
+        inside = module.get_submodule(path)
+        if isinstance(inside, (*READ_INNER_PARAMETERS, *whole_types)) or is_parametrized(inside):
             return path
     return next(path for path in reversed(paths) if has_forward(module.get_submodule(path)))
 

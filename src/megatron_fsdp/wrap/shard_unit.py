@@ -39,6 +39,7 @@ from megatron_fsdp.engine.unit import Owner, StructureCheck, Unit
 from megatron_fsdp.engine.weight_quantizer import WeightQuantizer
 from megatron_fsdp.errors import WRAPPER_WORDS, ConfigurationError, DoorWords, warn_caller
 from megatron_fsdp.formats.fp8_linear import Fp8Quantizer, emulation_note
+from megatron_fsdp.formats.quantized import stored_note
 from megatron_fsdp.formats.tensor_extensions import ExtensionQuantizer, tensor_extension_of
 from megatron_fsdp.hang.watch import start_logging
 from megatron_fsdp.optim.optimizer import watch_optimizers
@@ -230,7 +231,7 @@ def finish(
         gradient_checks=make_checks(units, ranks.meshes, ranks.reaching_all, ranks.device, options),
         own_groups=ranks.own_groups,
         user_buffers=user_buffers,
-        format_note=emulation_note(encoded, ranks.device) if encoded else "",
+        format_note="; ".join(filter(None, (emulation_note(encoded, ranks.device), stored_note(roots.values())))),
         no_capture_reason=_no_capture_reason(ranks) if options.megatron_fsdp_cuda_graph_mode else "",
     )
     if engine.no_capture_reason:

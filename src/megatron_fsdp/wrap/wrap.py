@@ -36,6 +36,7 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, check_keys, warn_caller
 from megatron_fsdp.formats.delayed_linear import delayed_weight_gradients
 from megatron_fsdp.formats.fp8_linear import encoded_parameters
+from megatron_fsdp.formats.quantized import take_quantized_apart
 from megatron_fsdp.formats.tensor_extensions import (
     check_extensions,
     extension_format,
@@ -267,6 +268,7 @@ def _plan_together(
         keeps_log = resolve_hang_log() is not None
         _check_options(sharding)
         check_module(module, options.init_model_with_meta_device)
+        take_quantized_apart([module])
         params = dict(module.named_parameters())
         for name, param in params.items():
             part_of(name, param, sharding.of(name, param).rank_mesh.tensor_parallel)

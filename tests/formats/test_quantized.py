@@ -1,0 +1,255 @@
+"""Frozen quantised bases under adapters: the bits of one process under every door, bytes, checkpoints, bad input."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fsdp import experimental, fsdp2, fully_shard, fully_shard_model
+from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.experimental.placement import Flat
+from tests.conftest import RunRanks
+from tests.support.on_ranks import on_ranks, refusal
+from tests.support.optimizer_reference import hybrid
+from tests.support.tensor_extension import Coded
+
+SAMPLES, STEPS, WIDTH = 12, 3, 66  # of rows that no number of ranks divides in whole blocks
+Trained = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
+
+
+class Rows(Coded):
+    """A tensor class of ours: int8 codes and a scale for each row."""
+
+    @staticmethod
+    def __new__(cls: type["Rows"], codes: torch.Tensor, scale: torch.Tensor | None = None) -> "Rows":
+        if scale is None:
+            scale = codes.abs().amax(dim=1, keepdim=True) / 127
+            codes = (codes / scale).round().to(torch.int8)
+        return Coded.__new__(cls, codes, scale)
+
+
+def bitsandbytes(linear: nn.Linear, kind: str) -> nn.Module:
+    nn_of = pytest.importorskip("bitsandbytes").nn
+    shape, bias = (linear.in_features, linear.out_features), linear.bias is not None
+    if kind == "int8":
+        made = nn_of.Linear8bitLt(*shape, bias, has_fp16_weights=False)
+    else:
+        made = nn_of.Linear4bit(
+            *shape, bias, compute_dtype=torch.float32, quant_type="nf4", compress_statistics=kind == "nested",
+            quant_storage=torch.bfloat16 if kind == "stored as floats" else torch.uint8,
+        )  # fmt: skip
+        made.support_avx512bf16_for_cpu = False  # one process would pack weights for evaluations, and round scales
+    made.load_state_dict(linear.state_dict())
+    return made.to("cpu")
+
+
+def torchao(linear: nn.Linear, kind: str) -> nn.Module:
+    quantization = pytest.importorskip("torchao").quantization
+    if kind == "nf4":
+        nf4 = importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+        linear.weight = nn.Parameter(nf4.to_nf4(linear.weight.detach(), WIDTH, 2), requires_grad=False)
+        return linear
+    config = {"int8": quantization.Int8WeightOnlyConfig, "float8": quantization.Float8WeightOnlyConfig}[kind]()
+    quantization.quantize_(linear, config)
+    return linear
+
+
+def quantise(linear: nn.Linear, kind: str) -> nn.Module:
+    library, _, rest = kind.partition(" ")
+    if library == "ours":
+        linear.weight = nn.Parameter(Rows(linear.weight.detach()), requires_grad=False)
+        made: nn.Module = linear
+    else:
+        made = (bitsandbytes if library == "bitsandbytes" else torchao)(linear, rest)
+    return made.requires_grad_(False)
+
+
+class Adapted(nn.Module):
+    """A quantised layer with a low-rank adapter beside it, called twice and recomputed in backward."""
+
+    def __init__(self, kind: str, bias: bool) -> None:
+        super().__init__()
+        self.base: Any = quantise(nn.Linear(WIDTH, WIDTH, bias=bias), kind)
+        self.down, self.up = nn.Linear(WIDTH, 3, bias=False), nn.Linear(3, WIDTH, bias=False)
+
+    def once(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        again: torch.Tensor = checkpoint(self.once, self.once(x), use_reentrant=False)
+        return again
+
+
+def build(kind: str = "ours", ties: bool = False) -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(
+        Adapted(kind, bias=True), Adapted(kind, bias=False), nn.Linear(WIDTH, 5).requires_grad_(False)
+    )
+    if ties:
+        model[1].base.weight = model[0].base.weight
+    return model
+
+
+def adapters(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0, ranks: int = 1) -> Trained:
+    """Train on this rank's part of each batch, and evaluate; return losses, and gradients and values of adapters."""
+    own, losses, seen = SAMPLES // ranks, [], {}
+
+    def loss_of(step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(SAMPLES, WIDTH, generator=generator), torch.randn(SAMPLES, 5, generator=generator)
+        part = slice(rank * own, (rank + 1) * own)
+        return (model(x[part]) - y[part]).square().mean()
+
+    def note(what: str, tensors: Any) -> None:
+        whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in tensors]
+        seen.update({f"{what} {number}": each.detach().clone() for number, each in enumerate(whole)})
+
+    for step in range(STEPS):
+        losses.append(loss_of(step))
+        losses[-1].backward()
+        note(f"gradient {step}", [param.grad for param in adapters(model)])
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        losses.append(loss_of(STEPS))
+    note("value", adapters(model))
+    return [loss.detach() for loss in losses], seen
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(adapters(model), lr=0.1)
+
+
+def wrapped(model: nn.Module, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    every = torch.optim.SGD(model.parameters(), lr=0.1)  # with what no step changes, as most users build it
+    return fully_shard(model, every, fsdp_unit_modules=[Adapted], **options)
+
+
+def by_fsdp2(model: Any, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    for layer in model[:2]:
+        fsdp2.fully_shard(layer, **options)
+    fsdp2.fully_shard(model, **options)
+    return model, sgd(model)
+
+
+def by_experimental(model: Any) -> tuple[Any, torch.optim.Optimizer]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placements = experimental.Placements((0,), (Flat(),), (Flat(),), (Flat(),))
+    with experimental.fully_shard_context("cpu"):
+        for layer in model[:2]:
+            experimental.fully_shard(layer, mesh, placements)
+        experimental.fully_shard(model, mesh, placements)
+    return model, sgd(model)
+
+
+DOORS: dict[str, Callable[..., tuple[Any, torch.optim.Optimizer]]] = {
+    **{f"strategy {number}": lambda m, number=number: wrapped(m, zero_dp_strategy=number) for number in range(4)},
+    "hybrid": lambda m: wrapped(m, **hybrid(3, "no_shard")),
+    "fine-grained": lambda m: wrapped(m, enable_fine_grained_param_gather=True),
+    "fsdp2": by_fsdp2,
+    "experimental": by_experimental,
+}
+
+
+def trained(kind: str, door: str, ties: bool) -> Trained:
+    model, optimizer = DOORS[door](build(kind, ties))
+    losses, seen = steps(model, optimizer, dist.get_rank(), dist.get_world_size())
+    mean = torch.stack(losses)
+    dist.all_reduce(mean)
+    return list(mean / dist.get_world_size()), seen
+
+
+def check(run_ranks: RunRanks, ranks: int, kind: str, door: str, ties: bool = False) -> None:
+    model = build(kind, ties)
+    wanted = steps(model, sgd(model))
+    for seen in run_ranks(ranks, trained, kind, door, ties):
+        torch.testing.assert_close(seen, wanted, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "door"), [*((2, door) for door in DOORS if door != "hybrid"), (3, "strategy 3"), (4, "hybrid")]
+)
+def test_a_class_of_codes_and_scales_trains_as_in_one_process(run_ranks: RunRanks, ranks: int, door: str) -> None:
+    check(run_ranks, ranks, "ours", door)
+
+
+@pytest.mark.parametrize("door", ["strategy 3", "fsdp2"])
+def test_a_tied_weight_stays_one(run_ranks: RunRanks, door: str) -> None:
+    check(run_ranks, 2, "ours", door, ties=True)
+
+
+@pytest.mark.parametrize("door", ["strategy 3", "fsdp2", "experimental"])
+@pytest.mark.parametrize("kind", ["nf4", "nested", "stored as floats", "int8"])
+def test_weights_of_bitsandbytes_train_as_in_one_process(run_ranks: RunRanks, kind: str, door: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    check(run_ranks, 3, f"bitsandbytes {kind}", door)
+
+
+@pytest.mark.parametrize("door", ["strategy 3", "fsdp2"])
+@pytest.mark.parametrize("kind", ["int8", "float8", "nf4"])
+def test_weights_of_torchao_train_as_in_one_process(run_ranks: RunRanks, kind: str, door: str) -> None:
+    pytest.importorskip("torchao")
+    check(run_ranks, 3, f"torchao {kind}", door)
+
+
+@on_ranks(2)
+def test_weights_are_kept_and_sent_as_the_bytes_that_they_have() -> None:
+    model, _ = wrapped(build())
+    codes, scales = WIDTH * WIDTH, 4 * WIDTH
+    (group,) = (group for group in model.parameter_groups() if group.names[0].startswith("0.base.parametrizations"))
+    assert (group.plan.precision.compute, group.plan.layout.payload_numel) == (torch.uint8, codes + scales)
+    assert group.plan.held_bytes == group.plan.sent_bytes // 2 < (codes + scales) // 2 + 16
+    assert "frozen quantised weights (2 Rows) are kept and gathered as their bytes" in str(model.describe())
+    with pytest.raises(ConfigurationError, match=r"^0\.base\.weight is a quantised weight of a sharded model"):
+        _ = model.module[0].base.weight
+
+
+def save(kind: str, folder: Path) -> Trained:
+    model, optimizer = wrapped(build(kind))
+    steps(model, optimizer, dist.get_rank(), dist.get_world_size())
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    return steps(model, optimizer, 0, 1)
+
+
+def load(kind: str, folder: Path) -> Trained:
+    model = build(kind)
+    with torch.no_grad():  # nothing that a model is built with may be left
+        for layer in model[:2]:
+            layer.base = quantise(nn.Linear(WIDTH, WIDTH, bias=layer.base.bias is not None), kind)
+            layer.up.weight.zero_()
+    model, optimizer = wrapped(model)
+    state = model.state_dict()
+    dcp.load({"model": state}, checkpoint_id=folder)
+    model.load_state_dict(state)
+    return steps(model, optimizer, 0, 1)
+
+
+@pytest.mark.parametrize("kind", ["ours", "bitsandbytes nested", "bitsandbytes int8"])
+def test_checkpoints_hold_the_bytes_and_load_on_other_ranks(run_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
+    if kind != "ours":
+        pytest.importorskip("bitsandbytes")
+    wanted = run_ranks(2, save, kind, tmp_path)[0]
+    for ranks in (1, 3):
+        torch.testing.assert_close(run_ranks(ranks, load, kind, tmp_path)[0], wanted, rtol=2e-5, atol=2e-6)
+
+
+@on_ranks(2)
+def test_weights_of_bitsandbytes_that_cannot_be_gathered_are_refused_by_name() -> None:
+    bnb = pytest.importorskip("bitsandbytes").nn
+    for made, words in (
+        (bnb.Linear4bit(64, 64), "0.weight is a Params4bit, a quantised weight of bitsandbytes that is not quantised"),
+        (bnb.Linear8bitLt(64, 64), "0.weight is a Int8Params, a quantised weight, and is trained; freeze it"),
+    ):
+        assert words in refusal(fully_shard_model, nn.Sequential(made, nn.Linear(64, 2)))
