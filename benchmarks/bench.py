@@ -31,7 +31,7 @@ from benchmarks.contenders import (
     WIRES,
 )
 from benchmarks.launching import write_document
-from benchmarks.page import PUBLISHED, render
+from benchmarks.page import PUBLISHED, TABLES, render, render_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 _DISAGREEMENT = 1
@@ -186,9 +186,10 @@ def _performed(chosen: Sequence[Run], folder: Path, until: float) -> tuple[dict[
 
 
 def publish(results: Mapping[str, Any], failures: Mapping[str, str], root: Path = ROOT) -> None:
-    """Write the results into the repository, and docs/performance.md from them."""
+    """Write the results into the repository, and the pages made from them."""
     write_document({"results": results, "failures": failures}, root / PUBLISHED)
     (root / "docs" / "performance.md").write_text(render(published(root)), encoding="utf-8")
+    (root / TABLES).write_text(render_tables(published(root)), encoding="utf-8")
 
 
 def published(root: Path = ROOT) -> dict[str, Any]:
@@ -223,7 +224,7 @@ def main(argv: Sequence[str]) -> int:
     results, failures = _performed(chosen, given.out, time.monotonic() + 60 * given.minutes)
     page = given.out / "bench.md"
     left_out = "".join(f"\n- {name}: {why}" for name, why in failures.items())
-    page.write_text(render(results) + (f"\n## Left out\n{left_out}\n" if left_out else ""), encoding="utf-8")
+    page.write_text(render_tables(results) + (f"\n## Left out\n{left_out}\n" if left_out else ""), encoding="utf-8")
     if given.publish and results:
         publish({**published(), **results} if given.only else results, failures)
     print(page)

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench import published
-from benchmarks.page import render as render_performance
-from benchmarks.page import summary_table, table
+from benchmarks.page import TABLES as ALL_MEASURED
+from benchmarks.page import render, render_tables, summary_table, table
 from megatron_fsdp.cli.main import main as mfsdp
 from megatron_fsdp.optim.full_tensor.exchange import assign_owners
 from megatron_fsdp.plan import plan
@@ -51,13 +51,14 @@ from tools import (
 )
 from tools.mutants import load_mutants
 from tools.on_ranks import on_ranks
+from tools.performance_picture import draw_performance
 from tools.plan_picture import draw_memory
 from tools.published_runs import COLUMNS, PUBLISHED, published_row
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
-PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")), ROOT / ALL_MEASURED)
 
 PROGRAM = re.compile(r"^ *```python(?: title=\"(?P<title>[\w.]+)\")?\n(?P<code>.*?)^ *```", re.MULTILINE | re.DOTALL)
 """A Python block of a page; those with a title are programs."""
@@ -312,6 +313,10 @@ PICTURES = {
         "Training loss of five runs over 1,000 steps: one curve",
         lambda path: one_curve.plot(path, one_curve.published()),
     ),
+    "performance": Picture(
+        "Step time and peak memory beside FSDP2 and DDP",
+        lambda path: draw_performance(published(), path),
+    ),
     "precision_parity": Picture(
         "Gap of the loss to the reference, over 50 steps",
         lambda path: precision_parity.plot(path, precision_parity.published()),
@@ -319,7 +324,8 @@ PICTURES = {
 }
 
 WHOLE: dict[str, Callable[[], str]] = {
-    "performance.md": lambda: render_performance(published()),
+    "performance.md": lambda: render(published()),
+    Path(ALL_MEASURED).name: lambda: render_tables(published()),
 }
 """Pages that are generated as a whole."""
 
