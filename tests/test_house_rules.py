@@ -7,8 +7,6 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
 from tests.support.source_tree import (
     SOURCE,
     module_name,
@@ -192,31 +190,3 @@ def test_no_file_names_a_path_of_one_machine() -> None:
             continue  # pictures and other binaries
         found += [f"{short_name(path)}: {match.group()}" for match in machine_path.finditer(text)]
     assert found == []
-
-
-def test_import_rule_sees_upward_imports_those_of_type_checkers_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.support.source_tree.SOURCE", tmp_path)
-    monkeypatch.setattr("tests.support.source_tree.ROOT", tmp_path)
-    monkeypatch.setattr(f"{__name__}.SOURCE", tmp_path)
-    package = tmp_path / "megatron_fsdp"
-    for folder in ("comm", "engine"):
-        (package / folder).mkdir(parents=True)
-    (package / "engine" / "executor.py").write_text("")
-    low = package / "comm" / "low.py"
-    low.write_text(
-        "from typing import TYPE_CHECKING\n"
-        "from megatron_fsdp import errors\n"
-        "from ..engine import executor\n"
-        "import megatron_fsdp.comm.other\n"
-        "if TYPE_CHECKING:\n    from megatron_fsdp.engine import executor\n"
-        "def late():\n    from megatron_fsdp.fully_shard import fully_shard\n"
-    )
-    (package / "errors.py").write_text("")
-    (package / "fully_shard.py").write_text("from megatron_fsdp.engine import executor\n")
-    assert forbidden_imports(low) == [
-        "megatron_fsdp/comm/low.py:3 (comm) imports megatron_fsdp.engine.executor (engine)",
-        "megatron_fsdp/comm/low.py:6 (comm) imports megatron_fsdp.engine.executor (engine)",
-        "megatron_fsdp/comm/low.py:8 (comm) imports megatron_fsdp.fully_shard (published)",
-    ]

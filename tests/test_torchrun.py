@@ -134,7 +134,7 @@ def met(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
 
 
-@pytest.mark.full(short=["orders_of_sets_differ", "plain_loop"])
+@pytest.mark.full(short=["plain_loop"])
 @pytest.mark.parametrize("name", CHECKS)
 def test_ranks_of_torchrun_do_what_one_process_does(met: list[dict[str, str]], name: str) -> None:
     assert [of_rank[name] for of_rank in met] == ["", ""]

@@ -1,7 +1,6 @@
 """The worker pool gives values, errors and stacks back, and outlives whatever a test does to it."""
 
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -55,40 +54,10 @@ def _warn() -> None:
     warnings.warn("careless", UserWarning, stacklevel=1)
 
 
-def _random_value_then_spoil_the_state() -> float:
-    value = torch.rand(()).item()
-    torch.set_default_dtype(torch.float64)
-    torch.set_grad_enabled(False)
-    os.environ["LEFT_BEHIND"] = "1"
-    del os.environ["LOCAL_RANK"]
-    return value
-
-
-def _state() -> tuple[torch.dtype, bool, str | None, str | None]:
-    return torch.get_default_dtype(), torch.is_grad_enabled(), os.getenv("LEFT_BEHIND"), os.getenv("LOCAL_RANK")
-
-
 def _cuda_all_reduce() -> tuple[str, float]:
     value = torch.ones(3, device="cuda")
     dist.all_reduce(value)
     return dist.get_backend(), value.sum().item()
-
-
-def _make_groups(count: int) -> None:
-    for _ in range(count):
-        dist.new_group([0])
-
-
-def _imported() -> list[str]:
-    return [name for name in ("torch._dynamo", "megatron_fsdp", "pytest") if name in sys.modules]
-
-
-def test_workers_persist_and_begin_with_what_all_need_imported(pool: WorkerPool) -> None:
-    first = pool.run(_worker_pid)
-    assert pool.run(_worker_pid) == first
-    assert pool.process_ids() == first
-    assert os.getpid() not in first
-    assert pool.run(_imported) == [["torch._dynamo", "megatron_fsdp", "pytest"]] * 2
 
 
 def test_a_failing_or_dying_rank_is_named_and_the_workers_are_replaced(pool: WorkerPool) -> None:
@@ -114,18 +83,6 @@ def test_hang_is_killed_and_its_stack_is_shown(pool: WorkerPool) -> None:
     assert "in _sleep_for_long" in caught.value.by_rank[1]
     assert pool.process_ids() == []
     assert set(pool.run(_worker_pid)).isdisjoint(hung_pids)
-
-
-def test_a_call_starts_from_a_known_state(pool: WorkerPool) -> None:
-    first = pool.run(_random_value_then_spoil_the_state)
-    assert pool.run(_state) == [(torch.float32, True, None, str(rank)) for rank in range(2)]
-    assert pool.run(_random_value_then_spoil_the_state) == first
-
-
-def test_workers_are_replaced_when_too_many_process_groups_live(pool: WorkerPool) -> None:
-    before = pool.run(_worker_pid)
-    pool.run(_make_groups, 60)
-    assert set(pool.run(_worker_pid)).isdisjoint(before)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from megatron_fsdp.automodel import AutoModelForCausalLM
-from megatron_fsdp.automodel.auto_model import canonical_text, facts_of
+from megatron_fsdp.automodel.auto_model import canonical_text
 from tests.automodel.training import (
     STRATEGIES,
     assert_trained_alike,
@@ -146,14 +146,3 @@ def test_other_values_have_another_text() -> None:
     ]  # fmt: skip
     texts = [canonical_text(value) for value in values]
     assert len(set(texts)) == len(values), texts
-
-
-def test_fields_of_dataclasses_are_facts_of_their_own() -> None:
-    assert facts_of({"config": Config(inner=Inner(names=BACK)), "size": 2}) == {
-        "config": "Config",
-        "config.rank": "8",
-        "config.inner": "Inner",
-        "config.inner.kind": "<Kind.LORA: 'LORA'>",
-        "config.inner.names": "{0, 8}",
-        "size": "2",
-    }

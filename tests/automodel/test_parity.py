@@ -250,11 +250,9 @@ TABLE: dict[str, tuple[int, list[Case]]] = {
 """Name -> number of ranks, and what is trained on them one after another."""
 
 SHORT = [
-    "tensors-phi",
     "tensors-uneven-sharded",
     "experts-qwen2_moe",
     "experts-slices",
-    "sequences-4",
     "sequences-own-loss",
     "stages",
 ]

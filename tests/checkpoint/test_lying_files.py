@@ -34,7 +34,6 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_fsdp.checkpoint import safe_read
 from megatron_fsdp.checkpoint.archive import load_object, load_tensor
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, cover_problem
-from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE, open_folder
 from megatron_fsdp.checkpoint.safe_read import load_metadata
 from megatron_fsdp.checkpoint.store import POINTER, RunFolder
 from megatron_fsdp.checkpoint.verify import verify
@@ -406,21 +405,6 @@ def test_spans_that_are_longer_than_what_lies_in_them(folder: Path) -> None:
     refused(lambda: opened.read_object(STEP), "has 12884901888 bytes, and needs no more than 4294967296")
 
 
-def test_a_lack_of_memory_is_told_in_words(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def lacking(*_: Any, **__: Any) -> NoReturn:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr("megatron_fsdp.checkpoint.archive._Archive", lacking)
-        refused(lambda: CheckpointFolder(folder).read_object(STEP), "there is not enough memory to read")
-    with monkeypatch.context() as patch:
-        patch.setattr("megatron_fsdp.cli.checkpoint.inspect_folder", lacking)
-        assert main(["checkpoint", "inspect", str(folder)]) == 2
-    assert capsys.readouterr().err.startswith("error: there is not enough memory for this")
-
-
 def test_boxes_that_do_not_hold_each_element_once_are_seen() -> None:
     """Also where as many elements are held twice as not at all; 2^10 boxes that all share a stretch take no time."""
     halves = [Box(offsets, (1,) * 10) for offsets in itertools.product((0, 1), repeat=10)]
@@ -476,20 +460,6 @@ def test_a_pointer_that_is_no_file(folder: Path, make: Callable[[Path], object])
     make(folder.parent / POINTER)
     refused(lambda: RunFolder(folder.parent).latest(), "cannot be read")
     assert main(["checkpoint", "inspect", str(folder.parent)]) == 2
-
-
-@pytest.mark.parametrize("make", [*NO_FILES.values(), lambda path: path.symlink_to("nowhere")], ids=[*NO_FILES, "link"])
-def test_weights_that_are_no_file(tmp_path: Path, make: Callable[[Path], object]) -> None:
-    index = tmp_path / INDEX_FILE
-    for path in (tmp_path / MODEL_FILE, index):
-        make(path)
-        refused(lambda: open_folder(tmp_path), f"{path.name} is no file (but a folder, a pipe or a link to nothing)")
-        path.rename(tmp_path / "aside")
-    make(tmp_path / "part.safetensors")
-    index.write_text(json.dumps({"weight_map": {"w": "part.safetensors"}}))
-    refused(lambda: open_folder(tmp_path), "part.safetensors is missing")
-    make(tmp_path / MODEL_FILE)
-    refused(lambda: open_folder(tmp_path), "part.safetensors is missing")
 
 
 # ---- messages, and what is printed -----------------------------------------------------------------------------------

@@ -219,14 +219,6 @@ def test_two_runs_that_save_one_iteration_at_once_do_not_replace_each_other(tmp_
     assert listed(tmp_path) == ["iter_0000003", POINTER]
 
 
-def test_a_root_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    for root in (tmp_path / "file", tmp_path / "file" / "deeper"):
-        with pytest.raises(CheckpointError, match=r"saving iteration 10 in .* failed \(NotADirectoryError"):
-            CheckpointStore(root).write(10, fill)
-    assert (tmp_path / "file").read_text() == "in the way"
-
-
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
 

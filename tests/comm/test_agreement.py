@@ -256,20 +256,3 @@ def test_what_ends_a_process_is_raised_as_it_is_and_told_to_the_others() -> None
         assert isinstance(raised.value, RankError) if dist.get_rank() != 1 else raised.value is error
         told = of_ranks(str(raised.value))[0]
         assert told.startswith(f"the work failed (rank 1: {type(error).__name__}")
-
-
-class MuteError(Exception):
-    """An error without a text."""
-
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
-@on_ranks(2)
-def test_texts_are_bounded_and_need_not_exist() -> None:
-    rank = dist.get_rank()
-    assert len(told(ValueError("x" * 30_000_000) if rank else None)) < 2200
-    assert len(told(None, facts={"size": str(rank) * 30_000_000})) < 2200
-    assert told(MuteError() if rank else None) == (
-        "RankError: the work failed (rank 1: MuteError: its text cannot be had (ValueError))"
-    )

@@ -194,17 +194,6 @@ def test_the_former_name_of_the_engine_flag_is_mapped_with_a_warning_at_the_call
     ]
 
 
-def test_a_copy_does_not_warn_again() -> None:
-    with pytest.warns(DeprecationWarning, match="use_custom_fsdp"):
-        config = DistributedDataParallelConfig(use_custom_fsdp=True)
-    assert config.checked_copy().checked_copy() == config  # a warning would be an error
-    config.use_custom_fsdp = True
-    with pytest.warns(DeprecationWarning, match="use_custom_fsdp"):
-        copy_ = config.checked_copy()
-    assert copy_.checked_copy() == copy_
-    assert (copy_.use_custom_fsdp, config.use_custom_fsdp) == (False, True)
-
-
 def test_a_checked_copy_is_in_stored_form_and_leaves_the_original_alone() -> None:
     config: Any = DistributedDataParallelConfig()
     config.data_parallel_sharding_strategy = 3
@@ -263,13 +252,6 @@ def test_every_config_survives_all_round_trips(config: DistributedDataParallelCo
     assert copy.deepcopy(config) == config
     assert config.checked_copy() == config
     assert eval(repr(config), known) == config
-
-
-@given(valid_configs(), valid_configs())
-def test_configs_that_differ_are_written_differently(
-    one: DistributedDataParallelConfig, other: DistributedDataParallelConfig
-) -> None:
-    assert (one == other) == (one.to_dict() == other.to_dict()) == (one.to_yaml() == other.to_yaml())
 
 
 def test_plain_values_survive_json_and_come_back_equal() -> None:

@@ -122,11 +122,6 @@ def _without_process_group() -> None:
     assert not dist.is_initialized()
 
 
-def test_defaults_may_be_written_out() -> None:
-    with pytest.raises(ConfigurationError, match="is not initialised; start the program with torchrun"):
-        fully_shard_model(nn.Linear(2, 2), outer_dp_sharding_strategy="no_shard", nccl_ub=False)
-
-
 def test_the_class_refuses_what_is_not_implemented_by_name() -> None:
     index = FSDPDistributedIndex.__new__(FSDPDistributedIndex)
     config = DistributedDataParallelConfig(fp8_param_gather=True, reuse_grad_buf_for_mxfp8_param_ag=True)

@@ -1,7 +1,5 @@
 """What `DistributedDataParallel` refuses, what ranks must have in common, and that the configuration stays as it is."""
 
-import dataclasses
-import logging
 from typing import Any
 
 import pytest
@@ -9,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, fully_shard_optimizer
+from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.simulate import simulated_ranks
 from tests.support.arrangements import mesh_of
 from tests.support.on_ranks import on_ranks, refusal
-from tests.support.zoo import FEATURES, FLOOR_NUMEL, ROOT_NUMEL, TOWER_FEATURES, Floor, Ordered, Tower, tower_loss
+from tests.support.zoo import FLOOR_NUMEL, ROOT_NUMEL, TOWER_FEATURES, Floor, Ordered, Tower, tower_loss
 
 Fields = dict[str, Any]
 
@@ -63,29 +61,6 @@ def test_ranks_with_other_configurations_are_all_refused(first: Fields, others: 
     config = DistributedDataParallelConfig(**(first if dist.get_rank() == 0 else others))
     message = refusal(DistributedDataParallel, config, Ordered(), error=ConfigurationError)
     assert any(name in message for name in {**first, **others} if first.get(name) != others.get(name))
-
-
-@on_ranks(2)
-def test_the_configuration_is_never_written_to_and_what_was_made_of_it_is_said() -> None:
-    config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, num_buckets=2)
-    before = dataclasses.asdict(config)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron_fsdp")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    model = DistributedDataParallel(config, Ordered())
-    logger.setLevel(level)
-    logger.removeHandler(handler)
-    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    model(torch.ones(2, FEATURES)).sum().backward()
-    optimizer.step()
-    assert model.ddp_config is config
-    assert dataclasses.asdict(config) == before
-    assert any("in num_buckets=2" in line for line in lines)
-    assert any("grad_reduce_in_fp32" in line for line in lines)
 
 
 # ---- what is described -----------------------------------------------------------------------------------------------

@@ -144,25 +144,3 @@ def test_models_one_after_another_leave_no_group_thread_or_socket() -> None:
         first = first or live()
     last = settled(live, lambda now: all(map(operator.le, now, first)))
     assert all(map(operator.le, last, first)), (first, last)
-
-
-@on_ranks(2)
-def test_a_rank_may_delete_its_model_before_the_others() -> None:
-    """A rank that still has the model goes on to use the default group, where the other one waits for it."""
-    before = live()[0]
-    model = wrap(REDUCING)
-    model(torch.ones(2, 3)).sum().backward()
-    if dist.get_rank() == 0:
-        del model
-    dist.barrier()
-    if dist.get_rank() == 1:
-        del model
-    assert live()[0] - before == 0
-
-
-@on_ranks(2)
-def test_a_refusal_makes_no_group() -> None:
-    before = live()[0]
-    with pytest.raises(ValueError):
-        wrap(REDUCING, nn.Linear(3, 3 + dist.get_rank()))
-    assert live()[0] == before

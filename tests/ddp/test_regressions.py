@@ -135,20 +135,6 @@ def test_reading_a_weight_too_early_says_why() -> None:
     trained(model, optimizer, 1)  # it goes on
 
 
-@pytest.mark.parametrize("shards", [False, True])
-@on_ranks(2)
-def test_the_state_of_one_process_is_cut_when_it_is_loaded(shards: bool) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    trained(plain, optimizer, 2)
-    model, sharded = wrapped(copy.deepcopy(plain), {"use_distributed_optimizer": shards})
-    sharded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    trained(plain, optimizer, 2)
-    trained(model, sharded, 2)
-    assert difference(model, plain) < 1e-6
-
-
 @on_ranks(2)
 def test_a_parameter_can_be_copied_without_its_model_and_sets_are_refused_as_torch_does() -> None:
     model, optimizer = wrapped(nn.Linear(5, 7), {"use_distributed_optimizer": True})
@@ -158,13 +144,6 @@ def test_a_parameter_can_be_copied_without_its_model_and_sets_are_refused_as_tor
     assert not hasattr(made, "_megatron_fsdp_model")
     with pytest.raises(TypeError, match="ordered collections"):
         optimizer.add_param_group({"params": set(model.parameters())})
-
-
-@on_ranks(2)
-def test_the_dtype_of_a_weight_that_is_not_there_yet_is_that_of_compute() -> None:
-    model, optimizer = wrapped(Skipping().bfloat16(), OVERLAPPING)
-    trained(model, optimizer)
-    assert model.module.seen == [torch.bfloat16] * 3
 
 
 @on_ranks(2)

@@ -97,19 +97,6 @@ def test_what_cannot_take_effect_is_refused_in_words(line: str) -> None:
         resolve(**fields)
 
 
-def test_what_is_implied_or_set_after_construction_is_checked_as_well() -> None:
-    with pytest.raises(ConfigurationError, match="double_buffer=True has no effect without"):
-        resolve(megatron_fsdp_max_pool_double_buffer=True)
-    config = DistributedDataParallelConfig()
-    config.bucket_size = -1
-    with pytest.raises(ConfigurationError, match="bucket_size=-1 is not a positive whole number"):
-        resolve_ddp(config, 1, 1)
-    config.bucket_size = 4
-    config.num_buckets = 2
-    with pytest.raises(ConfigurationError, match="both cut gradients into buckets"):
-        resolve_ddp(config, 1, 1)
-
-
 # ---- what is derived -------------------------------------------------------------------------------------------------
 
 
@@ -133,15 +120,6 @@ def test_the_size_of_buckets(fields: Fields, num_ranks: int, numel: int | None, 
     assert found.bucket_numel == numel
     said = [line for line in found.notes if "bucket" in line]
     assert (said == []) if note is None else (len(said) == 1 and note in said[0])
-
-
-def test_bucketing_disabled() -> None:
-    found = resolve(disable_bucketing=True, overlap_grad_reduce=True)
-    assert found.bucket_numel is None
-    assert found.notes == ("one bucket for each kind of parameter: disable_bucketing",)
-    for field in ("bucket_size", "num_buckets"):
-        with pytest.raises(ConfigurationError, match=f"disable_bucketing=True contradicts {field}=7"):
-            resolve(disable_bucketing=True, **{field: 7})
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Every field of a description against live facts; every option changes what is told."""
 
 import dataclasses
-import inspect
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -117,33 +116,6 @@ def test_axes_of_a_hybrid_mesh() -> None:
     assert described.units[1].groups[0].main_weight == ("Shard", "Shard")
     assert described.units[1].groups[0].shard_numel == FLOOR_NUMEL // 8
     assert "axis name outer, role outer, size 2, position 1, ranks 2 6, backend gloo\n" in str(described)
-
-
-def test_options_are_told_by_the_names_of_their_arguments() -> None:
-    assert _usual().options == {}
-    described = told(report_nan_in_param_grad=True, find_unused_parameters=True, sync_model_each_microbatch=False)
-    assert described.options == {
-        "report_nan_in_param_grad": "True",
-        "find_unused_parameters": "True",
-        "sync_model_each_microbatch": "False",
-    }
-    arguments = inspect.signature(fully_shard_model).parameters
-    assert described.options.keys() <= arguments.keys()
-
-
-_DEFAULT: list[Description] = []
-
-
-def _usual() -> Description:
-    if not _DEFAULT:
-        _DEFAULT.append(told())
-    return _DEFAULT[0]
-
-
-def test_one_rank_communicates_with_nobody() -> None:
-    described = told(1, rank=0)
-    assert described.axes[0].backend is None
-    assert "axis name dp, role shard, size 1, position 0, ranks 0\n" in str(described)
 
 
 def test_tied_frozen_and_unused_parameters() -> None:

@@ -92,7 +92,6 @@ def test_the_command_checks_a_transformers_configuration(tmp_path: Path, capsys:
         ),
         (["doctor", "a:b"], "--batch is missing"),
         (["doctor", "--hf-config", "nowhere.json"], "there is no such file or folder; give a local one"),
-        (["doctor", *MODEL, "--ranks", "0"], "ranks is 0; give a whole number from 1"),
     ],
 )
 def test_the_command_says_what_it_cannot_run(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from megatron_fsdp.comm.streams import HostCommStream
 from megatron_fsdp.engine.gradients import ParameterGradient, direct_hook
-from megatron_fsdp.errors import ScheduleError
 from tests.support.on_ranks import engine_of, local_of, on_ranks
 from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 
@@ -200,18 +198,3 @@ def test_what_is_not_plain_is_passed_on_untouched(reason: str) -> None:
     assert place.tolist() == [0.0, 0.0]
     assert (gradient.filled, gradient.arrived) == (False, False)
     assert gradient.direct is (None if reason == "closed" else place)
-
-
-@on_ranks(1)
-def test_a_bucket_is_neither_filled_twice_nor_reduced_empty() -> None:
-    model, _ = wrap(zero_dp_strategy=2)
-    unit = engine_of(model).units[1]
-    gradients = unit.groups[0].gradients
-    assert gradients is not None
-    name = unit.groups[0].names[0]
-    memory = torch.zeros(gradients.layout.numel)
-    with pytest.raises(ScheduleError, match=f"the bucket of {name} would be reduced while it is empty"):
-        gradients.reduce(HostCommStream(), memory, None, unit.groups[0].sharded, HostCommStream())
-    gradients.begin(memory)
-    with pytest.raises(ScheduleError, match=f"the bucket of {name} would be filled while it is filling"):
-        gradients.begin(memory)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
-from tests.support.api_net import backward, batches, build, largest_difference, weights, wrap
+from tests.support.api_net import backward, batches, build, largest_difference, wrap
 from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.zoo import MODEL_CASES
@@ -214,19 +214,6 @@ def test_post_accumulate_hooks_from_before_sharding_see_the_reduced_gradient(str
     backward(wrapped, next(batches(1)))
     assert kinds == ["UnevenDTensor"] * 7
     assert difference(wrapped, {name: grad * 0.5 for name, grad in whole_gradients(0).items()}) <= 1e-6
-
-
-@on_ranks(2)
-def test_a_step_without_a_backward_after_clearing_changes_nothing() -> None:
-    """Clearing by hand between two syncs that bring nothing new must not bring gradients back."""
-    model = wrap(2, sync_model_each_microbatch=False)
-    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    backward(model, next(batches(1)))
-    optimizer.step()
-    before = weights(model)
-    optimizer.zero_grad()
-    optimizer.step()
-    assert largest_difference(weights(model), before) == 0.0
 
 
 # ---- gradients that are asked for by name ----------------------------------------------------------------------------

@@ -178,26 +178,10 @@ def test_an_end_waits_for_its_neighbour_and_its_neighbour_for_it() -> None:
     assert len(log) == 3
 
 
-def test_a_pool_that_grew_lends_and_holds_no_more_than_before() -> None:
-    lent: list[Block] = []
-    pool = BucketPool(POOL, Use.BUCKET, 2, [64], room_maker(lambda: pool, lent, []))
-    several = [pool.borrow() for _ in range(4)]  # filled at once, so nothing could be waited for
-    for block in several:
-        pool.give_back(block)
-    pool.empty()
-    for _ in range(6):
-        lent += [pool.borrow()]
-    assert len(lent) == 2
-    assert pool.held_bytes == 128
-
-
-# ---- blocks that come and go, numbers that change ------------------------------------------------------------------
-
-
 # ---- places of units under each allocator ----------------------------------------------------------------------------
 
 
-BF16, FP32 = torch.bfloat16, torch.float32
+FP32 = torch.float32
 SLOT, OWN, FOR_STEP, RESIZED = WeightStorage.SLOT, WeightStorage.OWN, WeightStorage.FOR_STEP, WeightStorage.RESIZED
 
 

@@ -8,7 +8,6 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.config.strategy import ShardingStrategy
 from tests.support.arrangements import mesh_of
-from tests.support.case import shard
 from tests.support.counting import LiveBytes, held_bytes
 from tests.support.formulas import (
     PersistentBytes,
@@ -18,8 +17,8 @@ from tests.support.formulas import (
     persistent_bytes,
     transient_bytes,
 )
-from tests.support.on_ranks import of_ranks, on_ranks
-from tests.support.zoo import MODEL_CASES, Floor, Tower, tower_loss
+from tests.support.on_ranks import on_ranks
+from tests.support.zoo import Floor, Tower, tower_loss
 
 pytestmark = pytest.mark.unmerged
 
@@ -103,25 +102,3 @@ def test_every_byte_that_is_held_is_in_a_formula(strategy: ShardingStrategy, num
     most = least + transient.scratch
     assert least <= peaks[2] <= most + own
     assert least + transient.gathered <= peaks[0] <= most + transient.gathered + own
-
-
-@pytest.mark.parametrize(("strategy", "num_ranks"), [(1, 2), (3, 3)])
-@on_ranks()
-def test_padding_costs_what_the_formula_says_but_the_optimizer_keeps_no_state_for_it(
-    strategy: int, num_ranks: int
-) -> None:
-    case = MODEL_CASES["scalars"]
-    model, optimizer = shard(case, lambda each: torch.optim.AdamW(each.parameters()), zero_dp_strategy=strategy)
-    for _ in range(2):
-        case.loss(model, case.make_batch(4, torch.Generator())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    groups, memory, kind = footprints_of(model), model.memory(), ShardingStrategy(strategy)
-    persistent = persistent_bytes(groups, kind)
-    assert memory.persistent_bytes == persistent.total - persistent.optimizer
-    scratch = exchange_scratch_bytes(groups, kind)
-    assert memory.transient_peak_bytes == transient_bytes(groups, kind, scratch_bytes=scratch).total
-    numel = sum(param.numel() for param in case.build().parameters())
-    scalars = sum(param.dim() == 0 for param in case.build().parameters())  # every rank holds these whole
-    state_numel = num_ranks * numel if strategy == 0 else numel + (num_ranks - 1) * scalars
-    assert sum(of_ranks(_state_bytes(optimizer))) == 8 * state_numel

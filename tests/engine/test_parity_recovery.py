@@ -12,14 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.case import EVERY_WAY as ALL
 from tests.support.case import IN_TURN, STRATEGIES, Run, Scenario, Setting, check_strategies, each_half
-from tests.support.counting import held_bytes
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, of_ranks, on_ranks
 from tests.support.zoo import (
-    Batch,
     Failing,
     FailingModel,
     ModelCase,
@@ -371,33 +369,3 @@ def test_ranks_that_failed_at_different_points_reduce_alike_afterwards(strategy:
     first, second = of_ranks(model.full_gradients())
     assert all(grad is not None for grad in first.values())
     assert_equal_tensors(first, second)
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
-def _step(model: MegatronFSDP, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-    vector_loss(model, batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@pytest.mark.full(short=["3-resize"])
-@pytest.mark.parametrize(("strategy", "allocator"), [*((each, "slots") for each in range(4)), (3, "resize")])
-@on_ranks(2)
-def test_no_failure_leaves_memory_behind(strategy: int, allocator: str) -> None:
-    model = FailingModel()
-    options = {"zero_dp_strategy": strategy, "fsdp_unit_modules": [Failing], "weight_allocator": allocator}
-    wrapped, optimizer = fully_shard(model, torch.optim.AdamW(model.parameters()), **options)
-    batch = make_batch(3, torch.Generator().manual_seed(0))
-    for _ in range(2):
-        _step(wrapped, optimizer, batch)
-    before = held_bytes()
-    for number in range(20):
-        failing = failing_at(wrapped.module, number % LAYERS, POINTS[number % len(POINTS)])
-        with failing, contextlib.suppress(PlannedError):
-            vector_loss(wrapped, batch).backward()
-        wrapped.reset()
-        optimizer.zero_grad()
-        if number in (0, 19):
-            assert held_bytes() == before

@@ -192,35 +192,6 @@ def test_sizes_in_elements_become_units_and_buckets(
     assert max(trace.in_reduction) == max(1, buckets - 1)
 
 
-# ---- buckets outside of units --------------------------------------------------------------------------------------
-
-
-FIRST, LAST = ["first.weight", "first.bias"], ["last.weight", "last.bias"]
-MIDDLE = ["layers.0.up.weight", "layers.0.up.bias", "layers.0.down.weight", "layers.0.down.bias"]
-
-
-@pytest.mark.parametrize(
-    ("bucket_size", "disable", "told", "buckets"),
-    [
-        (None, True, None, [[*FIRST, *MIDDLE, *LAST]]),
-        (42, False, 42, [FIRST, MIDDLE[:1], MIDDLE[1:3], [MIDDLE[3], LAST[0]], LAST[1:]]),
-    ],
-)
-@on_ranks(2)
-def test_parameters_outside_of_units_are_cut_where_a_bucket_is_full(
-    bucket_size: int | None, disable: bool, told: int | None, buckets: list[list[str]]
-) -> None:
-    config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim", bucket_size=bucket_size)
-    model = MegatronFSDP(
-        Ordered(layers=1, order=(0,)), FSDPDistributedIndex(mesh(), "dp"), config, disable_bucketing=disable
-    )
-    tower_loss(model, torch.ones(2, 6)).backward()
-    model.finish_grad_sync()
-    assert model.bucket_size == told
-    assert [list(group.names) for group in engine_of(model).units[0].groups] == buckets
-    assert model.traffic().reductions == len(buckets)
-
-
 # ---- results -------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import parametrize
 
 from megatron_fsdp import MegatronFSDP, experimental, fsdp2, fully_shard_model, fully_shard_optimizer
-from megatron_fsdp.errors import ConfigurationError, ScheduleError, ShardOperationError
+from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid
 from tests.support.case import Run, Scenario, Setting, check_strategies, shard
@@ -459,36 +458,3 @@ def test_a_model_whose_forward_reads_modules_trains_without_naming_units() -> No
             each.step()
             each.zero_grad()
     assert_equal_tensors(model.full_parameters(), dict(alone.named_parameters()), atol=1e-6)
-
-
-@pytest.mark.full(short=["1", "3"])
-@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
-@on_ranks(2)
-def test_transforms_of_functions_equal_one_process(strategy: int) -> None:
-    """The first forward, in which memory is allocated, is inside of the transform."""
-    with fixed_seed(0):
-        alone = Layers()
-    model = fully_shard_model(copy.deepcopy(alone), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")  # torch's own call
-        pairs = zip(*(torch.func.jvp(net, (X,), (X + 1,)) for net in (model, alone)), strict=True)
-    for found, wanted in pairs:
-        torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(torch.func.vmap(model)(X), alone(X))
-
-    def slope(net: nn.Module) -> Tensor:
-        return torch.func.grad(lambda x: net(x).square().sum())(X)
-
-    if strategy == 3:
-        with pytest.raises(ScheduleError, match="differentiate twice under zero_dp_strategy 0 to 2"):
-            slope(model)
-        model.reset()
-    else:
-        torch.testing.assert_close(slope(model), slope(alone))
-    model.zero_grad()
-    model(X).sum().backward()
-    alone.zero_grad()
-    alone(X).sum().backward()
-    shown = model.full_gradients()["layers.0.weight"]
-    assert shown is not None
-    torch.testing.assert_close(shown, alone.layers[0].weight.grad)

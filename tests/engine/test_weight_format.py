@@ -254,25 +254,6 @@ def test_bytes_are_counted_and_described() -> None:
     assert "saved_bytes" in told
 
 
-@on_ranks(2)
-def test_buckets_hold_no_memory_in_forward_that_a_gather_could_borrow() -> None:
-    """In backward all is in use: the peak is that of slots and that of buckets, whatever the addresses."""
-    model, optimizer = wrap(Job("mxfp8", BF16), max_gathered_units=1)
-    executor, in_forward, in_backward = model._engine.executor, set[tuple[bool, int]](), set[tuple[bool, bool]]()
-    for block in model.module.blocks:  # type: ignore[union-attr]
-        block.register_forward_hook(
-            lambda *_: in_forward.add((executor.weight_memory.held_bytes > 0, executor.bucket_bytes))
-        )
-        block.register_full_backward_hook(
-            lambda *_: in_backward.add((executor.weight_memory.held_bytes > 0, executor.bucket_bytes > 0))
-        )
-    for _ in range(2):
-        CASE.loss(model, batch()).backward()
-        optimizer.step()
-    assert in_forward == {(True, 0)}
-    assert (True, True) in in_backward
-
-
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [

@@ -128,18 +128,6 @@ def test_what_would_change_nothing_is_refused(strategy: int) -> None:
         assert "after" in refusal(model, X, error=ConfigurationError)
 
 
-@pytest.mark.parametrize("strategy", range(4))
-@on_ranks(2)
-def test_gradients_are_assigned_like_weights(strategy: int) -> None:
-    model = fully_shard_model(build(), zero_dp_strategy=strategy)
-    model(X).sum().backward()
-    for param in model.parameters():
-        param.grad.data = torch.ones(param.shape)  # type: ignore[union-attr]
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    for param, before in zip(model.parameters(), build().parameters(), strict=True):
-        assert torch.equal(param.full_tensor(), before - 1)  # type: ignore[attr-defined]
-
-
 class Delta(nn.Module):
     """A parametrization by a change of the weight, which belongs to another module."""
 

@@ -27,7 +27,6 @@ from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, Sched
 from megatron_fsdp.fsdp2 import (
     FSDPModule,
     fully_shard,
-    fully_shard_optimizer,
     install,
     register_fsdp_forward_method,
 )
@@ -230,6 +229,7 @@ def test_a_second_mesh_in_a_unit_is_that_of_torch(factor: float | None) -> None:
     assert_same(*noted)
 
 
+@pytest.mark.full(short=["hybrid-sync"])
 @pytest.mark.parametrize(("mesh", "before"), [(ring, always), (hybrid, sync)])
 @on_ranks(4)
 def test_a_hook_of_reduced_gradients_is_called_as_in_torch(
@@ -600,20 +600,6 @@ def test_pipeline_schedules_reduce_at_their_end() -> None:
         torch.testing.assert_close(param.grad.full_tensor(), wanted.grad)
 
 
-@on_ranks(2)
-def test_moves_are_no_moves_or_refused() -> None:
-    model = shard(build())
-    train(model, True)
-    before = [whole(param) for param in model.parameters()]
-    assert model.to("cpu") is model.to("cpu:0") is model.cpu() is model
-    assert all(one.equal(whole(param)) for one, param in zip(before, model.parameters(), strict=True))
-    for change in (lambda: model.to(torch.bfloat16), lambda: model.half()):
-        with pytest.raises(ConfigurationError, match="cannot be moved or cast"):
-            change()
-    with pytest.raises(ConfigurationError, match="cannot be given other memory"):
-        model.to_empty(device="cpu")
-
-
 # ---- the class, and what is refused ---------------------------------------------------------------------------------
 
 
@@ -727,35 +713,3 @@ def test_install_rebinds_and_restores() -> None:
         model(torch.zeros(1, 4, dtype=torch.long))
         assert "as install() asks for" in str(describe(model))
     assert fsdp.fully_shard is composable.fully_shard is torch_fully_shard
-
-
-@pytest.mark.parametrize("after_a_step", [False, True])
-@on_ranks(2)
-def test_muon_steps_whole_matrices_once_it_is_connected(after_a_step: bool) -> None:
-    """On torch's FSDP2 it communicates by itself; here a sentence names the call that it needs."""
-    runs = []
-    for is_sharded in (False, True):
-        with fixed_seed(0):
-            model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 5, bias=False))
-        if is_sharded:
-            for module in (model[0], model[2], model):
-                fully_shard(module)
-        optimizer, found = torch.optim.Muon(model.parameters(), lr=0.05), Noted()
-        for step in range(3):
-            batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
-            if is_sharded:
-                batch = batch.chunk(2)[dist.get_rank()]
-                if (step == 1 and after_a_step) or (step == 0 and not after_a_step):
-                    assert fully_shard_optimizer(optimizer) is optimizer
-            model(batch).square().mean().backward()
-            if step or not after_a_step:
-                optimizer.step()
-            elif is_sharded:
-                with pytest.raises(
-                    ShardOperationError, match=r"or fully_shard_optimizer\(optimizer\) where an optimizer"
-                ):
-                    torch.optim.Muon(model.parameters()).step()
-            optimizer.zero_grad()
-            found += [whole(param) for param in model.parameters()]
-        runs.append(found)
-    torch.testing.assert_close(runs[1], runs[0], rtol=1e-4, atol=1e-5)

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -87,23 +86,6 @@ def test_hybrid_sharding_of_tensor_parallel_parts_equals_one_process(
     check_strategies(run_ranks, 4, Scenario(accumulate, DENSE, adamw_above_noise), settings)
 
 
-def mesh_with_one_tensor_parallel_rank(is_named: bool) -> dict[str, Any]:
-    found = mesh_of((dist.get_world_size(), 1), ("dp_shard", "tp"))
-    named = {"tp_dim": "tp"} if is_named else {}
-    return {"device_mesh": found, "dp_shard_dim": "dp_shard", **named}
-
-
-def divided_over_one(model: nn.Module) -> None:
-    divide_tensors(model, mesh_of((dist.get_world_size(), 1), ("dp_shard", "tp"))["tp"])
-
-
-def test_a_tensor_parallel_dimension_of_one_rank_changes_nothing(run_ranks: RunRanks) -> None:
-    """Named or not; and with DTensors over it."""
-    unnamed, named = (partial(mesh_with_one_tensor_parallel_rank, is_named) for is_named in (False, True))
-    found = Arrangement("one tensor-parallel rank", unnamed), Arrangement("DTensors over it", named, divided_over_one)
-    check_strategies(run_ranks, 2, Scenario(two_steps, DENSE), [Setting(3, arrangement=each) for each in found])
-
-
 # ---- clipping --------------------------------------------------------------------------------------------------------
 
 
@@ -157,9 +139,6 @@ def test_the_first_backward_finds_a_gradient_of_which_ranks_have_a_part() -> Non
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
     whole = fully_shard_model(model, device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp")
     whole(torch.ones(3, 4)).sum().backward()
-
-
-# ---- whole weights ---------------------------------------------------------------------------------------------------
 
 
 # ---- divided by torch ------------------------------------------------------------------------------------------------

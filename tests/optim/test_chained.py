@@ -110,27 +110,6 @@ def test_a_member_that_fails_on_one_rank_fails_on_all_which_say_what_has_stepped
         pair.step(1)
 
 
-@on_ranks(2)
-def test_a_member_that_fails_on_all_ranks_together_ends_the_step_of_the_chain() -> None:
-    from megatron_fsdp.optim.full_tensor import muon
-
-    pair = ReferencePair(mixed(), chain, flat(3))
-
-    def fails(*_args: object) -> Any:
-        raise MemoryError("no room for the product")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(muon, "_zeropower_via_newtonschulz", fails)
-        with pytest.raises(RuntimeError) as raised:
-            pair.step(0)
-    told = same_on_ranks(str(raised.value))
-    assert told.startswith("the step of a ChainedOptimizer failed: Muon failed on all ranks (RankError: ")
-    assert told.endswith("; AdamW was not begun; AdamW8bit was not begun; no weights were changed")
-    pair.step(1)
-    assert all(state for state in pair.optimizer.state.values())
-
-
 # ---- members that step whole tensors --------------------------------------------------------------------------------
 
 
@@ -207,56 +186,6 @@ def test_hooks_and_schedules_of_members_see_the_members_and_sharded_parameters()
     for schedule in schedules:
         schedule.step()  # warns, which is an error here, of an optimizer that has not stepped
     assert [group["lr"] for group in pair.optimizer.param_groups] == pytest.approx([0.01, 0.01, 0.02, 0.01])
-
-
-@on_ranks(2)
-def test_a_chain_of_optimizers_that_were_connected_before_steps_once() -> None:
-    pair = ReferencePair(mixed(), chain_of_whole_tensors, flat(3))
-    model = fully_shard_model(mixed(), fsdp_unit_modules=[nn.Linear], **flat(3))
-    params: list[Any] = list(model.parameters())
-    members = chain_of_whole_tensors(params).optimizers
-    chained = fully_shard_optimizer(ChainedOptimizer(*map(fully_shard_optimizer, members)))
-    for step in range(2):
-        pair.step(step)
-        for param, other in zip(params, pair.params, strict=True):
-            param.grad = other.grad
-        chained.step()
-    for param, other in zip(params, pair.params, strict=True):
-        assert torch.equal(param.full_tensor(), other.full_tensor())  # type: ignore[attr-defined]
-
-
-# ---- schedules -------------------------------------------------------------------------------------------------------
-
-
-def momenta(optimizer: torch.optim.Optimizer) -> list[float]:
-    return [group["momentum"] if "momentum" in group else group["betas"][0] for group in optimizer.param_groups]
-
-
-def test_one_cycle_moves_the_momentum_of_all_members_where_they_share_its_name() -> None:
-    def params() -> list[nn.Parameter]:
-        return [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))]
-
-    for first, second in (
-        (torch.optim.AdamW, AdamW8bit),
-        (torch.optim.Muon, torch.optim.SGD),
-    ):
-        left, right = params()
-        chained = ChainedOptimizer(first([left], lr=0.1), second([right], lr=0.1))
-        schedule = torch.optim.lr_scheduler.OneCycleLR(chained, max_lr=0.2, total_steps=10)
-        assert momenta(chained) == [0.95, 0.95]
-        for param in (left, right):
-            param.grad = torch.ones_like(param)
-        for _ in range(3):
-            chained.step()
-            schedule.step()
-        assert momenta(chained) == pytest.approx([0.85, 0.85], abs=0.011)
-        assert momenta(chained)[0] == momenta(chained)[1] < 0.95
-    left, right = params()
-    several = ChainedOptimizer(torch.optim.Muon([left]), torch.optim.AdamW([right]))
-    with pytest.raises(ValueError, match="with `cycle_momentum` option enabled"):
-        torch.optim.lr_scheduler.OneCycleLR(several, max_lr=0.2, total_steps=10)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(several, max_lr=0.2, total_steps=10, cycle_momentum=False)
-    assert [group["lr"] for group in several.param_groups] == schedule.get_last_lr() == pytest.approx([0.008] * 2)
 
 
 # ---- through the public functions ------------------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """Optimizers whose step runs on local tensors: what stepping DTensors gives, and seen as DTensors by all."""
 
-import gc
 import io
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +13,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ShardOperationError
 from tests.support.api_net import Layer, Net, backward, batches, build, largest_difference, mesh, weights
-from tests.support.on_ranks import fixed_seed, local_of, on_ranks, same_on_ranks
+from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
 
 Params = Iterable[Any]
 Make = Callable[[Params], torch.optim.Optimizer]
@@ -222,23 +220,6 @@ def test_state_that_is_not_cut_as_its_parameter_is_refused_as_ever() -> None:
     assert len(found) == 1
 
 
-@on_ranks(2)
-def test_nothing_is_kept_between_steps() -> None:
-    model = wrap(bf16, 2)
-    optimizer = connect(model, VARIANTS["adamw"])
-    backward(model, next(batches(1)))
-    optimizer.step()
-    param = next(param for param in model.parameters() if param.to_local().numel())
-    state = weakref.ref(local_of(optimizer.state[param]["exp_avg"]))
-    param.grad = param.grad.clone()
-    gradient = weakref.ref(local_of(param.grad))
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.state.clear()
-    gc.collect()
-    assert [state() is None, gradient() is None] == [True, True]
-
-
 # ---- writes, and loss scaling ----------------------------------------------------------------------------------------
 
 
@@ -256,28 +237,6 @@ def test_writes_of_a_local_step_are_noticed_at_the_next_forward(strategy: int, d
         outputs.append(model(inputs).detach())
     assert (outputs[0] - before).abs().max() > 1e-2
     assert torch.equal(*outputs)
-
-
-@on_ranks(2)
-def test_loss_scaling_skips_the_step_on_all_ranks() -> None:
-    runs, scales, steps = [], [], []
-    for on_dtensors in (False, True):
-        model = wrap(build, 2)
-        optimizer = connect(model, VARIANTS["adamw fused"], on_dtensors)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        for number, (inputs, _) in enumerate(batches(4)):
-            optimizer.zero_grad()
-            factor = float("inf") if number == 1 and torch.distributed.get_rank() == 1 else 1.0
-            scaler.scale(model(inputs).square().mean() * factor).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        runs.append(weights(model))
-        scales.append(scaler.get_scale())
-        steps += sorted({float(state["step"]) for state in optimizer.state.values()})
-    difference = largest_difference(*runs)
-    assert difference == 0.0
-    assert scales == [8.0, 8.0]  # halved once, doubled once
-    assert steps == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("strategy", [0, 3])

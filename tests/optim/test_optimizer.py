@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import logging
 import pickle
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_fsdp import (
     ChainedOptimizer,
@@ -385,74 +382,6 @@ def test_an_optimizer_takes_no_second_model_later() -> None:
     optimizer.param_groups.append({**optimizer.param_groups[0], "params": list(models[1].parameters())})
     with pytest.raises(ConfigurationError, match="was connected before it held parameters of another sharded model"):
         fully_shard_optimizer(optimizer)
-
-
-@on_ranks(2)
-def test_a_model_may_be_collected_during_a_step_of_others() -> None:
-    """A model that is garbage is collected while torch iterates over its hooks for the steps of all optimizers."""
-    garbage: Any = wrap(3)
-    garbage.cycle = [garbage]
-    reference = weakref.ref(garbage)
-    del garbage
-    weight = nn.Parameter(torch.ones(2))
-    weight.grad = torch.ones(2)
-    handle = register_optimizer_step_post_hook(lambda *_: gc.collect() and None)
-    try:
-        torch.optim.SGD([weight], lr=0.1).step()
-    finally:
-        handle.remove()
-    assert reference() is None
-
-
-class Words(nn.Module):
-    """A small language model without attention. (samples, tokens) -> (samples, tokens, 11)."""
-
-    def __init__(self, ties: bool = False) -> None:
-        super().__init__()
-        self.words = nn.Embedding(11, 4)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(2)])
-        self.stack = nn.Parameter(torch.ones(2, 4, 4))
-        self.scale = nn.Parameter(torch.ones(4))
-        self.head = nn.Linear(4, 11, bias=False)
-        if ties:
-            self.head.weight = self.words.weight
-
-    def forward(self, words: Tensor) -> Tensor:
-        hidden: Tensor = self.words(words) * self.scale
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        return self.head(hidden @ self.stack[0])  # type: ignore[no-any-return]
-
-
-@on_ranks(2)
-def test_what_is_routed_where_is_logged_once_and_described() -> None:
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("megatron_fsdp")
-    usual = logger.level
-    model = fully_shard_model(Words(), mesh(), fsdp_unit_modules=[nn.Sequential])
-    matrices = [param for name, param in model.named_parameters() if name.endswith("1.weight")]
-    others = [param for name, param in model.named_parameters() if not name.endswith("1.weight")]
-    rest = ("norms 4", "biases 2", "stacks of matrices 1", "vectors 1", "embeddings 1", "head 1")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        muon = fully_shard_optimizer(torch.optim.Muon(matrices))
-        assert model.describe().notes == (f"no connected optimizer updates 10 parameters ({', '.join(rest)})",)
-        adamw = fully_shard_optimizer(torch.optim.AdamW(others))
-        assert model.describe().notes == ()
-        assert fully_shard_optimizer(adamw) is adamw  # again: nothing more is said
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(usual)
-    del muon
-    told = sorted((each.class_name, each.step, each.parts) for each in model.describe().optimizers)
-    assert told[0] == ("AdamW", "on local tensors", rest)
-    assert logged == [
-        "Muon: 2 parameters on shards and whole matrices (Muon) (matrices 2)",
-        f"AdamW: 10 parameters on local tensors ({', '.join(rest)})",
-    ] * (dist.get_rank() == 0)
 
 
 # ---- 16-bit main weights ---------------------------------------------------------------------------------------------

@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.config.offload import Offload, resolve_offload
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.offload import Offload
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan import recommend
 from megatron_fsdp.plan.machine import find_machine
 from megatron_fsdp.plan.models import PRESETS
 from megatron_fsdp.plan.planning import make_workload, plan_workload
 from megatron_fsdp.plan.setup import ParallelRanks, Setup, make_setup
-from megatron_fsdp.plan.sharded import away_bytes, held_bytes, host_step_s, optimizer_bytes, plan_model
+from megatron_fsdp.plan.sharded import away_bytes, held_bytes, optimizer_bytes, plan_model
 from tests.support.on_ranks import on_ranks
 from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 
@@ -54,24 +53,6 @@ def test_a_plan_has_the_bytes_of_a_live_rank(given: str) -> None:
     assert away_bytes(resident) == 0
 
 
-def test_the_seconds_of_a_step_by_hand() -> None:
-    machine = find_machine("h100")
-    numel = sum(param.numel() for param in Tower().parameters())
-    sharded = ShardingStrategy.optim_grads_params
-
-    def seconds(given: Any) -> float:
-        setup = make_setup(1, policy=BF16, optimizer="adamw", offload=resolve_offload(given, sharded))
-        return host_step_s(plan_model(Tower().bfloat16(), setup, [Floor]), machine)
-
-    assert seconds(None) == 0.0
-    # seven passes over fp32 by the host, and fp32 weights back
-    there = 7 * 4 * numel / machine.host_bytes_per_s + 4 * numel / machine.host_link_bytes_per_s
-    assert seconds("all") == pytest.approx(there)
-    counters = 4 * len(list(Tower().parameters()))
-    both_ways = (8 * numel + counters) / machine.host_link_bytes_per_s
-    assert seconds(["optimizer_state"]) == pytest.approx(both_ways)
-
-
 @pytest.mark.full
 def test_state_goes_to_the_host_where_nothing_else_fits_and_not_before() -> None:
     workload = make_workload({**PRESETS["llama-3.2-1b"], "num_hidden_layers": 2}, ParallelRanks(1))
@@ -88,19 +69,6 @@ def test_state_goes_to_the_host_where_nothing_else_fits_and_not_before() -> None
     assert found.memory.peak_bytes + found.memory.away_bytes >= resident.memory.peak_bytes
     assert found.hides_offload_from_tokens is not None
     assert recommend(workload, setup, replace(small, host_memory_bytes=1), ("none",)).best is None
-
-
-@pytest.mark.full(short=["muon"])
-@pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
-def test_state_that_cannot_rest_alone_is_neither_planned_nor_recommended(optimizer: str) -> None:
-    with pytest.raises(ConfigurationError, match="rests beside its main weights"):
-        make_setup(1, optimizer=optimizer, offload=["optimizer_state"])
-    workload = make_workload({**PRESETS["llama-3.2-1b"], "num_hidden_layers": 2}, ParallelRanks(1))
-    small = replace(find_machine("h100"), memory_bytes=2**20, reserved_bytes=0)
-    found = recommend(workload, make_setup(1, optimizer=optimizer), small, ("none",))
-    offload = [plan.setup.offload for plan in found.plans]
-    assert any(each.main_weights for each in offload)
-    assert all(each.main_weights or not each.optimizer_state for each in offload)
 
 
 def test_compute_weights_that_outer_ranks_write_into_stay() -> None:

@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from megatron_fsdp.sharding.layout import plan_layout
-from tests.conftest import RunRanks
 from tests.support.source_tree import ROOT
-from tools import gpu_half_hour, public_surface
+from tools import gpu_half_hour
 from tools.gpu_half_hour import PART_S, PARTS, Section, Session, run_part
 from tools.mutants import Mutant, failing_test, load_mutants
 from tools.padding_table import BF16_ALIGNMENT_NUMEL, RANK_COUNTS, groups, lcm_rule_numel
-from tools.precision_parity import POLICIES, RANKS, gaps, measure
 
 MUTANTS = load_mutants()
 
@@ -88,54 +86,6 @@ def test_real_layers_waste_at_most_one_percent() -> None:
         assert layout.padding_fraction <= 0.01, name
         # Alignment aside, the least common multiple is never better.
         assert layout.numel <= lcm_rule_numel(group.shapes, num_shards) + num_shards * BF16_ALIGNMENT_NUMEL, name
-
-
-# ---- the list of all that users can call has arguments of functions, and options of commands inside of commands ------
-
-
-def test_names_come_with_their_arguments() -> None:
-    names = public_surface.names_of(".fully_shard")
-    assert "megatron_fsdp.fully_shard.fully_shard_model(zero_dp_strategy=)" in names
-    assert "megatron_fsdp.fully_shard.MegatronFSDP.clip_grad_norm_" in names
-
-
-def test_what_is_gone_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = tmp_path / "before.json"
-    before.write_text(json.dumps(["mfsdp hang", "mfsdp dance"]))
-    monkeypatch.setattr(public_surface, "names_of", lambda _module: [])
-    monkeypatch.setattr(public_surface, "commands", lambda: ["mfsdp hang", "mfsdp sing"])
-    monkeypatch.setattr("sys.argv", ["public_surface.py", "--against", str(before)])
-    assert public_surface.main() == 1
-    assert capsys.readouterr().out.split("\n")[:3] == [
-        "gone  mfsdp dance",
-        "new   mfsdp sing",
-        "2 before, 2 now: 1 gone, 1 new",
-    ]
-
-
-# ---- the tool behind a part of docs/precision.md: what it measures on ranks, and what it makes of it -----------------
-
-
-@pytest.fixture(scope="module")
-def losses(run_ranks: RunRanks) -> dict[str, list[float]]:
-    first, second = run_ranks(RANKS, measure, 2)
-    assert first == second
-    return first
-
-
-@pytest.mark.full
-def test_runs_start_alike_and_part_only_where_something_is_rounded(losses: dict[str, list[float]]) -> None:
-    assert list(losses) == [policy.name for policy in POLICIES]
-    largest = {policy.name: max(gaps(losses, policy)) for policy in POLICIES}
-    for policy in POLICIES:
-        assert losses[policy.name][0] == losses[policy.reference][0], "the first forward has not met a gradient yet"
-    for exact in ("fp32, again", "bf16, sent in bf16"):  # bfloat16 gradients lose nothing on the way
-        assert largest[exact] == 0.0
-    for rounded in ("fp32, sent in bf16", "fp32, sent in fp16", "bf16, all gradients bf16"):
-        assert 0.0 <= largest[rounded] < 0.05
-    assert 0.0 < largest["bf16 everywhere"] < 0.2
 
 
 # ---- the script for half an hour on a GPU, rehearsed on the CPU ------------------------------------------------------

@@ -175,6 +175,3 @@ def test_ranks_agree_on_restarts_where_an_agent_came_back_and_counts_anew() -> N
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TORCHELASTIC_RESTART_COUNT", counts[rank.index])
             assert restarts_so_far(rank) == agreed
-
-
-# ---- two hosts on one machine: two loopback addresses ---------------------------------------------------------------

@@ -11,7 +11,7 @@ from megatron_fsdp.checkpoint.save import save_alone
 from megatron_fsdp.cli import checkpoint
 from megatron_fsdp.cli.main import main as mfsdp
 from tests.support.real_torchrun import real_torchrun
-from tests.support.torch_dist import GptSpec, WriteOptions, group_map, make_truth, write_torch_dist
+from tests.support.torch_dist import GptSpec, group_map, make_truth, write_torch_dist
 
 SPEC = GptSpec()
 META = "optimizer.param_to_group_meta.module.module.module"
@@ -129,22 +129,6 @@ def test_a_tracker_to_a_folder_of_another_name_is_refused(
     assert main(["convert", str(source), str(tmp_path / "runs" / "mine"), "--write-tracker"]) == 2
     assert "has to be named iter_0000007" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "mine").exists()
-
-
-def test_defect_15_all_prefixes_and_reference_spellings_can_be_set(source: Path, tmp_path: Path) -> None:
-    words = ["--output-model-weight-prefix", "model", "--output-optimizer-state-prefix", "optimizer.state.mine"]
-    assert main(["convert", str(source), str(tmp_path / "out"), *words, "--group-prefix", "groups.of.mine"]) == 0
-    folder = CheckpointFolder(tmp_path / "out")
-    assert {"model.output_layer.weight", "optimizer.state.mine.output_layer.weight.exp_avg"} <= folder.tensors.keys()
-    assert "groups.of.mine.output_layer.weight.lr" in folder.objects
-
-
-def test_weights_only_converts_what_is_refused_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = write_torch_dist(tmp_path / "iter_0000007", make_truth(SPEC), WriteOptions(kind="dp_reshardable"))
-    assert main(["convert", str(source), str(tmp_path / "out")]) == 2
-    assert "--dist-ckpt-optim-fully-reshardable" in capsys.readouterr().err
-    assert main(["convert", str(source), str(tmp_path / "out"), "--weights-only"]) == 0
-    assert "(optimizer state by buckets)" in capsys.readouterr().out
 
 
 @pytest.mark.full

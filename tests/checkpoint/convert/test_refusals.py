@@ -93,14 +93,6 @@ def test_cells_that_do_not_fit_their_true_shape() -> None:
             Cells.of("w", stored, true)
 
 
-def test_no_groups_are_written_where_none_are_wanted(tmp_path: Path) -> None:
-    folder, _ = converted(tmp_path, make_truth(SPEC), options=ConvertOptions(groups="none"))
-    assert not [key for key in folder.objects if "param_to_group_meta" in key]
-    assert folder.read_object("optimizer.param_groups.0.params") == []
-    step = folder.read_tensor("optimizer.state.module.module.module.output_layer.weight.step")
-    assert step.item() == 7.0  # all groups agree on it
-
-
 def test_steps_that_groups_disagree_on_are_not_guessed(tmp_path: Path) -> None:
     def step_apart(common: dict[str, Any]) -> None:
         common["optimizer"]["optimizer"]["param_groups"][1]["step"] = 9

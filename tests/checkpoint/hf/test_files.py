@@ -48,18 +48,6 @@ def changed(key: str, **fields: Any) -> dict[str, Any]:
     return {**GOOD, key: {**GOOD[key], **fields}}
 
 
-def test_a_good_header_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(as_file({"__metadata__": {"format": "pt"}, **GOOD}))
-    tensors, nbytes = read_header(path)
-    assert nbytes == path.stat().st_size
-    assert {(t.key, t.file, t.dtype, t.shape, t.nbytes) for t in tensors.values()} == {
-        ("b", "x.safetensors", torch.float32, (2, 3), 24),
-        ("a.weight", "x.safetensors", torch.bfloat16, (4,), 8),
-        ("empty", "x.safetensors", torch.int64, (0, 5), 0),
-    }
-
-
 LONG = "n" * 1_000_000
 # The library compares headers with the bytes of the file; that it is asked, and its refusals told, shows here.
 BAD: dict[str, bytes] = {
@@ -134,14 +122,6 @@ def test_files_of_an_index_are_found(tmp_path: Path) -> None:
     files = open_folder(tmp_path)
     assert {key: tensor.file for key, tensor in files.tensors.items()} == {"a": FIRST, "b": FIRST, "c": SECOND}
     assert files.sizes == {name: (tmp_path / name).stat().st_size for name in (FIRST, SECOND)}
-
-
-def test_files_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "snapshot").mkdir()
-    save_file({"z": torch.ones(3)}, tmp_path / "blobs" / "1234")
-    (tmp_path / "snapshot" / MODEL_FILE).symlink_to("../blobs/1234")
-    assert set(open_folder(tmp_path / "snapshot").tensors) == {"z"}
 
 
 def outside(folder: Path) -> None:

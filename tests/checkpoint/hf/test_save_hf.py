@@ -293,16 +293,6 @@ def test_a_child_called_module_keeps_its_name(tmp_path: Path, has_buffer: bool) 
         assert same_tensors(other.state_dict(), model.state_dict())
 
 
-@on_ranks(2)
-def test_our_wrapper_around_it_is_taken_off(tmp_path: Path) -> None:
-    model, other = shard(Scaled(2.0)), shard(Scaled(3.0))
-    save_hf(model, tmp_path / "out")
-    assert load_hf(other, tmp_path / "out").is_complete
-    found = {**other.full_parameters(), "scale": other.module.scale}
-    assert same_tensors(found, Scaled(2.0).state_dict())
-    assert same_tensors(stored(tmp_path / "out"), Scaled(2.0).state_dict())
-
-
 # ---- plans of files: how they are laid out ---------------------------------------------------------------------------
 
 

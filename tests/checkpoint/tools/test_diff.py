@@ -1,8 +1,6 @@
 """Comparing checkpoints: by value, however they are cut, one chunk of each side at a time."""
 
 import math
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fsdp.checkpoint.diff import Tolerance, compare_piece, diff, tensor_difference
+from megatron_fsdp.checkpoint.diff import Tolerance, compare_piece, diff
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.naming import alike
 from megatron_fsdp.errors import CheckpointError
@@ -43,41 +41,6 @@ def test_grids_do_not_matter(tmp_path: Path, left: str, right: str) -> None:
     assert (found.count, found.index) == (3, (4, 12))
     assert found.values == (values[4, 12].item(), changed[4, 12].item())
     assert found.largest == pytest.approx(1.5, abs=1e-6)
-
-
-class Memory(bytearray):
-    """What a tensor lies in, for as long as anything of it is held."""
-
-    side: str
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-
-def test_one_chunk_of_each_side_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.randn(SHAPE)
-    a = builders.save_cut({"w": (values, GRIDS["rows"])}, tmp_path / "a")
-    b = builders.save_cut({"w": (values + 1, GRIDS["columns"])}, tmp_path / "b")
-    alive: weakref.WeakSet[Memory] = weakref.WeakSet()
-    most = {"a": 0, "b": 0}
-
-    def watched(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def read(self: CheckpointFolder, *which: Any) -> torch.Tensor:
-            found = plain(self, *which)
-            memory = Memory(found.numpy().tobytes())
-            memory.side = self.path.name
-            alive.add(memory)
-            found = torch.frombuffer(memory, dtype=found.dtype).view(found.shape)
-            sides = [held.side for held in alive]
-            most.update({side: max(most[side], sides.count(side)) for side in most})
-            return found
-
-        return read
-
-    for name in ("_read_part", "read_box"):
-        monkeypatch.setattr(CheckpointFolder, name, watched(getattr(CheckpointFolder, name)))
-    found = tensor_difference(a, b, "w", Tolerance())
-    assert found is not None
-    assert found.count == values.numel()
-    assert most == {"a": 1, "b": 1}
 
 
 def test_the_first_key_that_differs_comes_first(tmp_path: Path) -> None:

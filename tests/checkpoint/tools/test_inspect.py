@@ -56,16 +56,6 @@ def test_keys_shapes_and_bytes(tmp_path: Path) -> None:
     assert order == [f"model.module.{name}" for name in ("layers.2.weight", "layers.10.weight", "norm.weight")]
 
 
-def test_plain_checkpoints_and_filters(tmp_path: Path) -> None:
-    folder = builders.save({"a": {"w": torch.zeros(2, 3), "x": 1}, "b": torch.zeros(4)}, tmp_path / "a")
-    found = inspect_folder(folder, r"^a\.")
-    assert (found["format"], found["optimizer"]) == ("dcp", "none")
-    assert [entry["key"] for entry in found["entries"]] == ["a.w", "a.x"]
-    assert found["hidden"] == 1
-    with pytest.raises(ConfigurationError, match="not a regular expression"):
-        inspect_folder(folder, "(")
-
-
 @pytest.mark.parametrize("kind", ["G1", "G2", "G3", "fsdp_dtensor", "plain", "stats"])
 def test_the_json_follows_the_schema(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a"
@@ -125,21 +115,6 @@ def test_parts_are_what_python_makes_of_them(words: list[int | tuple[int | None,
     expected = values[tuple(word if isinstance(word, int) else slice(*word) for word in words)]
     assert part.shape == expected.shape
     assert torch.equal(part, expected)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("1,2,3", "has 3 dimensions"),
-        ("x", "cannot take 'x'"),
-        ("0:4:2", "steps"),
-        ("4", "no index 4"),
-        (",", "cannot take"),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused(text: str, problem: str) -> None:
-    with pytest.raises(ConfigurationError, match=problem):
-        parse_part(text, (4, 4))
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Muon on sharded matrices: weights and momentum are those of one process with the same gradients, bit for bit."""
 
 import itertools
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
-from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.full_tensor import muon
 from megatron_fsdp.optim.full_tensor.exchange import assign_owners, waves_of
@@ -21,7 +19,6 @@ from megatron_fsdp.optim.full_tensor.muon import check_muon
 from megatron_fsdp.optim.optimizer import step_of
 from tests.support.api_net import mesh
 from tests.support.arrangements import divide_tensors, tensor_parallel
-from tests.support.counting import LiveBytes
 from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks
 from tests.support.optimizer_reference import Matrices, ReferencePair, drawn, flat, hybrid, matrices, three_steps
 from tests.support.zoo import Block, build_dense
@@ -156,44 +153,6 @@ def test_operands_of_the_next_wave_travel_while_one_is_iterated() -> None:
         "wait5",
     )
     assert events == " ".join(order).split()
-
-
-def matrices_alive(count: int, size: int) -> tuple[int, list[int]]:
-    """Bytes that are alive at the peak of a step of `count` matrices a rank, and operands before each iteration."""
-    pair = ReferencePair(equal_matrices(count * dist.get_world_size(), size), plain, flat(3))
-    operands: list[weakref.ref[torch.UntypedStorage]] = []
-    alive, iterate = [], muon._zeropower_via_newtonschulz
-
-    def iterated(operand: Tensor, *options: Any) -> Tensor:
-        alive.append(sum(reference() is not None for reference in operands))
-        operands.append(weakref.ref(operand.untyped_storage()))
-        return iterate(operand, *options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(muon, "WAVE_BYTES", 1)
-        pair.step(0)  # which makes the momentum
-        for index, (param, copy) in enumerate(zip(pair.params, pair.copies, strict=True)):
-            spec = param.shard_spec  # type: ignore[attr-defined]
-            param.grad = UnevenDTensor.wrap(spec.take(drawn(copy.shape, 1, index)).clone(), spec)
-        patch.setattr(muon, "_zeropower_via_newtonschulz", iterated)
-        with LiveBytes() as live:
-            pair.optimizer.step()
-    return live.peak_bytes, alive
-
-
-@pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@on_ranks()
-def test_one_whole_operand_and_one_wave_on_each_way_are_alive_at_a_time() -> None:
-    """Of twice the matrices a step borrows no more but their updates, in bf16 and sharded as the parameters."""
-    size = 32
-    (few, first), (many, second) = (matrices_alive(count, size) for count in (4, 8))
-    one = 2 * size * size
-    assert (first, second) == ([0] * 4, [0] * 8)
-    assert many - few <= 4 * one + one // 2
-    assert (
-        few < 4 * one + 9 * one
-    )  # updates, and the eight that `MuonWork.borrowed_bytes` counts for waves and iteration
 
 
 # ---- parameters of several matrices ---------------------------------------------------------------------------------
