@@ -101,7 +101,11 @@ def test_batches_that_cannot_be_cut_are_refused_on_all_ranks() -> None:
             (f"position_ids and {name} begin documents at different tokens", {**halves, name: torch.tensor(marks)})
             for name, marks in {"cu_seq_lens_q": [0, 3, 8], "cu_seq_lens_k": [0, 8], "seq_idx": [[0] * 8]}.items()
         ),
-        ("cu_seq_lens_q=[] with 1 rows of 8 tokens", {**halves, "cu_seq_lens_q": torch.tensor([])}),
+        *(
+            (f"cu_seq_lens_q={ends} with 1 rows of 8 tokens", {**halves, "cu_seq_lens_q": torch.tensor(ends)})
+            for ends in ([], [0.0, 4.5, 8.0])
+        ),
+        ("attention_mask has values besides 0 and 1", {**ids, "attention_mask": 1 + tokens() // 4}),
         ("labels is a list; give tensors of", {**ids, "labels": tokens().tolist(), "attention_mask": None}),
         ("labels and shift_labels", {**ids, "labels": tokens(), "shift_labels": tokens()}),
         ("ranks differ: input_ids is (2, 8) torch.int64 with the checksum ", {"input_ids": tokens() + here}),
@@ -366,6 +370,13 @@ def test_calls_that_would_be_silently_wrong_are_refused_on_all_ranks() -> None:
     assert words in refusal(
         model, error=ConfigurationError, **({**shorter, "shift_labels": None} if dist.get_rank() else mine)
     )
+    # All tokens of the second rank are of the first document, so its positions are as in rows that are not packed.
+    ends = torch.cat([torch.arange(12), torch.arange(4)]).expand_as(batch_of()["input_ids"])
+    packed = shard_batch({"input_ids": batch_of()["input_ids"], "position_ids": ends}, mesh)
+    if dist.get_rank() == 1:
+        assert not packed.pop("document_starts").any()
+    words = "document_starts is (4, 8) on rank 0, None on rank 1"
+    assert words in refusal(model, error=ConfigurationError, **packed)
 
 
 @on_ranks(1)

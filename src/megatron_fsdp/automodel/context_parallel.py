@@ -231,10 +231,11 @@ def _document_starts(batch: Mapping[str, Tensor], of_packing: Mapping[str, Any])
                 )
             begins[name] = F.pad(marks.to(at).diff(dim=1) != 0, (1, 0), value=True)
             continue
-        if rows != 1 or marks.ndim != 1 or marks[:1].tolist() != [0] or marks[-1] != length or (marks.diff() < 1).any():
+        is_list = rows == marks.ndim == 1 and not marks.is_floating_point() and marks[:1].tolist() == [0]
+        if not is_list or marks[-1] != length or (marks.diff() < 1).any():
             raise ConfigurationError(
                 f"{name}={marks.tolist()} with {rows} rows of {length} tokens; give one row, and increasing ends "
-                f"of its documents from 0 to {length}"
+                f"of its documents, whole numbers from 0 to {length}"
             )
         begins[name] = torch.isin(at, marks.to(at))
     if of_packing and not begins:
@@ -253,6 +254,10 @@ def _document_starts(batch: Mapping[str, Tensor], of_packing: Mapping[str, Any])
 def _check_padding(batch: Mapping[str, Tensor]) -> None:
     """Allow only trailing padding, without labels."""
     real = batch["attention_mask"].bool()
+    if bool((batch["attention_mask"] != real).any()):
+        raise ConfigurationError(
+            "attention_mask has values besides 0 and 1; say where documents begin by position_ids or seq_idx"
+        )
     if bool((real[:, 1:] & ~real[:, :-1]).any()):
         raise ConfigurationError(
             "attention_mask has holes or pads on the left, which context parallelism does not support; pad on the right"
@@ -362,11 +367,12 @@ def _before_forward(
     shared.is_packed = kwargs.get(STARTS) is not None
     # All ranks together compare their positions with the layout; one all-reduce of a few numbers.
     dist.all_reduce(counts, dist.ReduceOp.MAX, group=shared.group)
-    num_wrong, shared.last_position, most_tokens, fewest_tokens = counts.unbind()
-    is_right = (num_wrong == 0) & (most_tokens == -fewest_tokens)
+    num_wrong, shared.last_position, largest, smallest = counts.unbind()
+    is_right = (num_wrong == 0) & (largest == -smallest)
     if counts.device.type == "cpu":
         if not is_right:
-            facts = None if error else {"position_ids": str(tuple(kwargs["position_ids"].shape))}
+            given = {name: kwargs.get(name) for name in ("position_ids", STARTS)}
+            facts = None if error else {name: f"{None if t is None else tuple(t.shape)}" for name, t in given.items()}
             raise_together(error, "calling a context-parallel model", groups, facts)
     elif error is not None:
         raise error
@@ -393,7 +399,7 @@ def _check_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _counts_of(shared: ContextParallel, positions: Tensor, starts: Tensor | None) -> Tensor:
-    """Return numbers to compare, int64: wrong calls, the last position, the tokens, and minus the tokens."""
+    """Return numbers to compare, int64: wrong calls, the last position, one of the call, and minus that."""
     length = positions.shape[-1]
     if length == 0 or length % 2 or (starts is not None and starts.shape[-1] != length):
         raise ConfigurationError(_WRONG_POSITIONS)
@@ -401,8 +407,8 @@ def _counts_of(shared: ContextParallel, positions: Tensor, starts: Tensor | None
     wrong = (positions != (expected if starts is None else expected - starts)).any()
     if wrong.device.type == "cpu" and bool(wrong):
         raise ConfigurationError(_WRONG_POSITIONS)
-    tokens = torch.full((1,), positions.numel(), device=positions.device)
-    return torch.cat([torch.stack([wrong.long(), positions.max().long()]), tokens, -tokens])
+    own = torch.full((1,), 2 * positions.numel() + (starts is not None), device=positions.device)
+    return torch.cat([torch.stack([wrong.long(), positions.max().long()]), own, -own])
 
 
 def _after_forward(shared: ContextParallel, *_: object) -> None:
