@@ -18,7 +18,6 @@ from megatron_fsdp.config.ddp_config_flags import (
     off_flag_of,
 )
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron_fsdp.errors import ConfigurationError
 
 FIELDS = dataclasses.fields(DistributedDataParallelConfig)
 
@@ -154,19 +153,6 @@ def test_a_command_line_of_megatron_lm_is_read() -> None:
     )
 
 
-def test_other_names_of_a_choice_are_known() -> None:
-    line = (
-        "--data-parallel-sharding-strategy 3 --outer-dp-sharding-strategy 1 "
-        "--megatron-fsdp-main-grads-dtype torch.float32 --megatron-fsdp-main-params-dtype double"
-    )
-    assert parse(*line.split()) == DistributedDataParallelConfig(
-        data_parallel_sharding_strategy="optim_grads_params",
-        outer_dp_sharding_strategy="optim",
-        megatron_fsdp_main_grads_dtype=torch.float32,
-        megatron_fsdp_main_params_dtype=torch.float64,
-    )
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -182,17 +168,6 @@ def test_a_value_that_is_none_is_refused_by_the_parser(line: str, message: str) 
     with pytest.raises(argparse.ArgumentError) as caught:
         parse(*line.split())
     assert message in str(caught.value)
-
-
-def test_what_cannot_stand_together_is_refused_with_the_flags() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        parse("--ddp-num-buckets", "2", "--ddp-bucket-size", "10")
-    assert str(caught.value) == (
-        "--ddp-num-buckets 2 and --ddp-bucket-size 10 both cut gradients into buckets; give only one of them."
-    )
-    with pytest.raises(ConfigurationError) as caught:
-        parse("--reuse-grad-buf-for-mxfp8-param-ag")
-    assert str(caught.value) == ("--reuse-grad-buf-for-mxfp8-param-ag needs --fp8-param-gather; set both or neither.")
 
 
 @pytest.mark.parametrize(

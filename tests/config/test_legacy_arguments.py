@@ -18,9 +18,8 @@ from megatron_fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
     fully_shard_model,
-    fully_shard_optimizer,
 )
-from megatron_fsdp.automodel.config import FSDP2Config, MegatronFSDPConfig
+from megatron_fsdp.automodel.config import MegatronFSDPConfig
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
 from megatron_fsdp.fully_shard import _DEFAULT_POLICY, replace_legacy_keywords
 
@@ -96,13 +95,6 @@ def test_a_policy_that_disagrees_is_refused(name: str, value: bool, policy: Mixe
     )
 
 
-@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(None, FP32), MixedPrecisionPolicy(None, FP32, FP32)])
-def test_a_policy_that_agrees_is_kept(policy: MixedPrecisionPolicy) -> None:
-    with pytest.warns(FutureWarning):
-        found = resolve(mixed_precision_policy=policy, **{REDUCE: True, PRESERVE: False})
-    assert found["mixed_precision_policy"] == MixedPrecisionPolicy(None, FP32, FP32)
-
-
 def test_flags_that_disagree_are_refused_and_those_that_agree_pass() -> None:
     with pytest.raises(ConfigurationError) as caught:
         resolve(check_for_nan_in_grad=False, report_nan_in_param_grad=True)
@@ -140,13 +132,9 @@ def test_the_class_refuses_what_is_not_implemented_by_name() -> None:
     [
         (fully_shard, "dp_shard_dimm", "dp_shard_dim"),
         (fully_shard_model, "mixed_precision", "mixed_precision_policy"),
-        (fully_shard_optimizer, "preproc_state_dict_for_dcp", "preproc_state_dict_for_dcp_ckpt"),
         (MegatronFSDP, "fsdp_unit_module", "fsdp_unit_modules"),
-        (FSDPDistributedIndex, "shard_dim", "dp_shard_dim"),
         (DistributedDataParallel, "find_unused_params", "find_unused_parameters"),
-        (DistributedDataParallelConfig, "bucket_siz", "bucket_size"),
         (MixedPrecisionPolicy, "main_param_dtype", "main_params_dtype"),
-        (FSDP2Config, "offload", "offload_policy"),
         (MegatronFSDPConfig, "zero_strategy", "zero_dp_strategy"),
     ],
 )
