@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,18 @@ def test_asynchronous_saves_of_torch_hold_the_weights_as_of_the_call(tmp_path: P
     dcp.load(state, checkpoint_id=tmp_path)
     fresh.load_state_dict(state["model"])
     assert_equal_tensors(fresh.full_parameters(), before)
+
+
+@pytest.mark.parametrize(("group", "told"), [("default", True), ("own", False)])
+@on_ranks(2)
+def test_an_asynchronous_save_over_the_group_of_the_model_is_warned_of(tmp_path: Path, group: str, told: bool) -> None:
+    model = wrap(3)
+    given: Any = dist.new_group(backend="gloo") if group == "own" else None
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        dcp.async_save({"model": model.state_dict()}, checkpoint_id=tmp_path, process_group=given).result()
+    words = [str(each.message) for each in seen if "process_group=dist.new_group" in str(each.message)]
+    assert bool(words) == (told and dist.get_rank() == 0)
 
 
 @pytest.mark.parametrize("strategy", [0, 3])

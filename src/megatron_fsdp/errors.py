@@ -6,10 +6,12 @@ import difflib
 import functools
 import inspect
 import sys
+import threading
+import time
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -94,11 +96,55 @@ def waits_for(what: str) -> Iterator[None]:
         yield
     except RuntimeError as lost:
         if not isinstance(lost, MegatronFSDPError):
+            missing = missing_ranks(lost, f"while {what}")
             lost.add_note(
-                f"while {what}, which every rank has to call; one has not come: it may have raised an error of its own "
-                "(see what it printed), or does something else (MFSDP_HANG_LOG=DIR names it)"
+                f"while {what}, which every rank has to call; {missing}one has not come: it may have raised an error "
+                "of its own (see what it printed), or does something else (MFSDP_HANG_LOG=DIR names it)"
             )
         raise
+
+
+_PATIENCE_S = 2.0  # between the first and the last rank that waits for another one
+_MOST_ASKED = 64  # each asks for all others, of one store
+
+
+def missing_ranks(error: BaseException, where: str) -> str:
+    """Return a sentence about the ranks that fail in a collective about now, and those that do not.
+
+    They meet in the store by which they found each other, once for an error. Empty for too many ranks, or without it.
+
+    Args:
+        error: An error of communication.
+        where: The place of this rank, for the others.
+    """
+    distributed: Any = sys.modules.get("torch.distributed")
+    ranks = range(distributed.get_world_size() if distributed is not None and distributed.is_initialized() else 1)
+    if not 1 < len(ranks) <= _MOST_ASKED or hasattr(error, "__met__"):
+        return ""
+    error.__met__ = True  # type: ignore[attr-defined]
+    me, found, until = distributed.get_rank(), dict[int, str](), time.time() + _PATIENCE_S
+
+    def meet() -> None:
+        keys = [f"megatron_fsdp/fails/{rank}" for rank in ranks]
+        with suppress(Exception):  # a store that has ended
+            store = distributed.distributed_c10d._get_default_store()
+            store.set(keys[me], f"{time.time()} {where}")
+            while len(found) < len(ranks) and time.time() < until:
+                time.sleep(_PATIENCE_S / 20)
+                for rank in ranks:
+                    if rank not in found and store.check([keys[rank]]):
+                        at, _, place = store.get(keys[rank]).decode().partition(" ")
+                        if abs(time.time() - float(at)) < 10 * _PATIENCE_S:  # else of an error before
+                            found[rank] = place
+
+    asking = threading.Thread(target=meet, daemon=True)  # the process that holds the store may be stopped
+    asking.start()
+    asking.join(2 * _PATIENCE_S)
+    places = ", ".join(f"rank {rank} {place}" for rank, place in sorted([*found.items()])[:8])
+    gone = ", ".join(str(rank) for rank in ranks if rank not in found)
+    if me not in found:
+        return ""
+    return f"missing: rank {gone}; waiting: {places}; " if gone else f"all ranks met such an error ({places}); "
 
 
 def check_keys(names: Iterable[str]) -> None:

@@ -784,11 +784,31 @@ class Moody(torch.optim.SGD):
         return super().step(closure)
 
 
-def steps_moody(_bad: bool) -> None:
-    made, optimizer = fully_shard((module := net()), Moody(module.parameters(), lr=0.1), fsdp_unit_modules=[nn.Linear])
-    step(made)
-    optimizer.step()
-    step(made)
+def steps_moody(door: str) -> Call:
+    """A model and an optimizer of somebody's own, which fails in its step."""
+
+    def call(_bad: bool) -> None:
+        made: nn.Module = net()
+        if door == "fsdp2":
+            for each in (*made.children(), made):
+                fsdp2.fully_shard(each)
+        elif door == "experimental":
+            cut, mesh = [Shard(0)], init_device_mesh("cpu", (dist.get_world_size(),))
+            with experimental.fully_shard_context("cpu"):
+                for each in made.children():
+                    experimental.fully_shard(each, mesh, experimental.Placements([0], cut, cut, cut))
+        elif door == "DDP":
+            made = DistributedDataParallel(DistributedDataParallelConfig(overlap_grad_reduce=True), made)
+        optimizer: Any = Moody(made.parameters(), lr=0.1)
+        if door == "wrapper":
+            made, optimizer = fully_shard(made, optimizer, fsdp_unit_modules=[nn.Linear])
+        elif door == "DDP":
+            optimizer = DistributedOptimizer(optimizer, model=made)
+        step(made)
+        optimizer.step()
+        step(made)
+
+    return call
 
 
 def assigns(value: Any) -> Call:
@@ -830,7 +850,7 @@ TOLD: dict[str, Call] = {
     "a backward is skipped": skips_a_backward,
     "no_sync": defers,
     "lr": steps_with("x"),
-    "an optimizer's own step": steps_moody,
+    **{f"own step, {door}": steps_moody(door) for door in ("wrapper", "fsdp2", "experimental", "DDP")},
     "data": assigns(torch.ones(3)),
     "dtype of data": assigns(torch.ones(8, 8, dtype=torch.float64)),
     "dtype of a batch": gets(torch.ones(2, 8, dtype=torch.float64)),
@@ -850,7 +870,7 @@ def tell(name: str) -> None:
     TOLD[name](dist.get_rank() == 1)
 
 
-@pytest.mark.full(short=["an image", "a backward is skipped", "lr", "requires_grad_"])
+@pytest.mark.full(short=["an image", "a backward is skipped", "lr", "own step, fsdp2"])
 @pytest.mark.parametrize("name", TOLD)
 def test_who_waits_for_a_rank_that_does_something_else_says_for_what(run_ranks: RunRanks, name: str) -> None:
     """At the limit of the group, or at once where gloo ends the other rank: the unit, the operation, and the cure."""
@@ -860,8 +880,21 @@ def test_who_waits_for_a_rank_that_does_something_else_says_for_what(run_ranks: 
         waits, cure = "while norms, sums or extremes of sharded tensors are combined", "see what it printed"
     else:
         waits, cure = (
-            r"during '(gather|wait|reduce|retire)' of unit \w+; ",
-            r"calls model\.join\(unit, hidden\) instead",
+            r"during '(gather|wait|reduce|retire)' of unit (bucket )?\w+; ",
+            r"calls (model\.join\(unit, hidden\) instead|it with any input)",
         )
     told = [text for text in raised.value.by_rank.values() if re.search(waits, text)]
     assert any(re.search(cure, text) for text in told), raised.value
+    if name in ("lr", "data", "dtype of a batch") or name.startswith("own step"):  # rank 1 has raised, and has gone
+        assert told == [raised.value.by_rank[0]]
+        assert "missing: rank 1; waiting: rank 0 during '" in told[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["lr", "own step, wrapper", "own step, DDP"])
+def test_who_waits_names_the_rank_that_is_missing_of_three(run_ranks: RunRanks, name: str) -> None:
+    with pytest.raises(WorkerError) as raised:
+        run_ranks(3, tell, name)
+    for rank in (0, 2):
+        told = raised.value.by_rank[rank]
+        assert re.search("missing: rank 1; waiting: rank 0 during .*, rank 2 during '", told), told

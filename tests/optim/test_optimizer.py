@@ -240,11 +240,14 @@ def _unknown_in_chain(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     ("optimizer_of", "loads_weights", "warned"),
-    [(_adamw, True, 0), (_unknown, True, 1), (_unknown, False, 0), (_unknown_in_chain, True, 1)],
+    [
+        *((_adamw, True, 0), (_unknown, True, 1), (_unknown, False, 0), (_unknown_in_chain, True, 1)),
+        (_unknown, "and installs them", 1),
+    ],
 )
 @on_ranks(2)
 def test_moments_that_begin_at_zero_are_warned_of(
-    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer], loads_weights: bool, warned: int, tmp_path: Path
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer], loads_weights: bool | str, warned: int, tmp_path: Path
 ) -> None:
     """As after `dcp.load`, which fills weights, but has no state to fill of an optimizer that it does not know."""
     folder = str(tmp_path)
@@ -254,6 +257,8 @@ def test_moments_that_begin_at_zero_are_warned_of(
     if loads_weights:
         dcp.save(state, checkpoint_id=folder)
         dcp.load(state, checkpoint_id=folder)
+    if isinstance(loads_weights, str):
+        sharded.load_state_dict(state["model"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.load_state_dict(state["optimizer"])

@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from megatron_fsdp.comm.axis import all_gather_flat
-from megatron_fsdp.errors import ConfigurationError, waits_for
+from megatron_fsdp.errors import ConfigurationError, waits_for, warn_caller
 from megatron_fsdp.sharding.shards import Box, ShardDescription, described_as_whole
 
 
@@ -77,7 +78,19 @@ class ShardSpec:
         return hash(self.description)
 
     def __deepcopy__(self, _memo: object) -> ShardSpec:
-        return self  # it refers to process groups; staging of asynchronous saves copies what a tensor refers to
+        """Return itself, since it refers to process groups; staging of asynchronous saves copies what it meets."""
+        caller: FrameType | None = sys._getframe(1)
+        while caller is not None and caller.f_code.co_name != "async_save":
+            caller = caller.f_back
+        given = caller.f_locals.get("process_group") if caller is not None else None
+        # torch's, of a model whose collectives go over gloo, as those of the save
+        if caller is not None and self.mesh.device_type == "cpu" and (given or dist.group.WORLD) in self.all_groups:
+            warn_caller(
+                "dcp.async_save sends in a thread over the process group of the model, whose collectives it meets if "
+                "the model runs before the save ends, so that ranks abort or wait; give it a group of its own: "
+                'process_group=dist.new_group(backend="gloo")'
+            )
+        return self
 
     @functools.cached_property
     def shape(self) -> torch.Size:

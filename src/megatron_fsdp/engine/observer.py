@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.engine.memory import Block
 from megatron_fsdp.engine.schedule import Action
-from megatron_fsdp.errors import WRAPPER_WORDS, MegatronFSDPError, words_of
+from megatron_fsdp.errors import WRAPPER_WORDS, MegatronFSDPError, missing_ranks, words_of
 
 
 class Phase(Enum):
@@ -252,7 +252,9 @@ def explain(error: BaseException, where: str, observers: Observers) -> None:
         error.add_note(where)
         return
     explanations = observers.explanations()
-    words = [where, *explanations] if explanations else [f"{where}; {_HANG_ADVICE.format(join=observers.words.join)}"]
+    missing = missing_ranks(error, where)
+    advice = f"{where}; {missing}{_HANG_ADVICE.format(join=observers.words.join)}"
+    words = [where, *explanations] if explanations else [advice]
     error.args = ("\n".join([*words, words_of(error)]), *error.args[1:])
     error.__explained__ = True  # type: ignore[attr-defined]
 

@@ -68,7 +68,7 @@ def as_held(
             held = state_as_held(optimizer, held, engine.sharded_names(), names)
     if len(params_of(optimizer)) != sum(len(group["params"]) for group in held["param_groups"]):
         return held  # torch refuses it, and the ranks that load are told
-    if any(engine.has_newer_weights for engine in alive):
+    if any(engine.weights_version for engine in alive):  # loaded, or trained
         _warn_of_lost_state(optimizer, held)
     lost.update(_frozen_without_state(optimizer, held))
     slots = [
