@@ -310,6 +310,31 @@ def test_state_that_belongs_to_no_parameter_is_kept_saved_and_loaded(how: str, t
         assert shared_state(loaded) == [9, [4.0, 4.0]], folder
 
 
+@pytest.mark.parametrize("value", [{"a": [1, torch.ones(2)]}, torch.ones(3), {}], ids=["nested", "tensor", "empty"])
+@on_ranks(2)
+def test_state_of_no_parameter_is_loaded_where_a_new_optimizer_has_none(value: Any, tmp_path: Path) -> None:
+    def fresh() -> tuple[MegatronFSDP, Any]:
+        module = Net()
+        return fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), zero_dp_strategy=3)
+
+    model, optimizer = fresh()
+    step(model, optimizer, 1)
+    optimizer.state["mine"] = value
+    save_checkpoint(model, optimizer, tmp_path, iteration=1)
+    other, loaded = fresh()
+    load_checkpoint(other, loaded, tmp_path)
+    assert repr(loaded.state["mine"]) == repr(value)
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(
+            *(each["momentum_buffer"].full_tensor() for each in (optimizer.state[ours], loaded.state[theirs]))
+        )
+    for name in ("0", "module.mine"):
+        optimizer.state[name] = 1
+        with pytest.raises(ConfigurationError, match=f"SGD keeps state of no parameter under '{name}'.* rename it"):
+            save_checkpoint(model, optimizer, tmp_path, iteration=2)
+        del optimizer.state[name]
+
+
 def test_state_without_a_name_is_refused() -> None:
     optimizer = Counting([nn.Parameter(torch.ones(2))])
     optimizer.state[3] = 1  # type: ignore[index]

@@ -70,6 +70,12 @@ def test_every_option_that_decides_losses_is_told_when_it_changes(options: str, 
     assert changes_of(here.saved_facts, here.facts) == changes
 
 
+def test_the_tokens_that_the_index_of_a_pair_leaves_to_training_are_a_fact() -> None:
+    tokens = np.zeros(9, np.uint16)
+    before, after = (facts_of(job_of(), token_data(tokens[:cut], tokens[cut:])) for cut in (6, 7))
+    assert changes_of(before, after) == ["the number of tokens to train on was 6 and is 7"]
+
+
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [

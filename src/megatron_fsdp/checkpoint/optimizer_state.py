@@ -62,9 +62,15 @@ def collect(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any
     state = {
         PREFIX + flat[index]: slots
         for index, slots in by_index[STATE].items()
-        if slots and isinstance(index, int) and flat[index] not in repeated | blank
+        if isinstance(index, int) and slots and flat[index] not in repeated | blank
     }
-    state |= {key: value for key, value in by_index[STATE].items() if isinstance(key, str)}  # of no parameter
+    shared = {key: value for key, value in by_index[STATE].items() if isinstance(key, str)}  # of no parameter
+    if odd := next((key for key in shared if key.isdecimal() or key.startswith(PREFIX)), None):
+        raise ConfigurationError(
+            f"{kind_of(optimizer)} keeps state of no parameter under {odd!r}, which in a checkpoint is the name of a "
+            "parameter; rename it"
+        )
+    state |= shared
     options = [
         {
             **{key: value for key, value in group.items() if key != "params"},
@@ -213,10 +219,15 @@ class OptimizerMatch:
         return found
 
     def _match_shared(self) -> list[str]:
-        """Match state without a parameter, if it is a single value or has a known name; return its keys."""
+        """Match state without a parameter: single values, and names that no parameter has; return its keys."""
         heads = {path[0] for path in self._live_shared}
         paths = {key: path_of(self._folder, key)[2:] for key in self._keys if key.startswith(_STATE)}
-        found = {key: path for key, path in paths.items() if len(path) == 1 or path[0] in heads}
+        is_ours = self._kind is not None  # then names of parameters begin so
+        found = {
+            key: path
+            for key, path in paths.items()
+            if len(path) == 1 or path[0] in heads or (is_ours and not path[0].startswith(PREFIX))
+        }
         for key, path in found.items():
             if key in self._folder.objects:
                 self.shared[path] = self._match.want_object(key)

@@ -78,7 +78,7 @@ class ShardSpec:
         return hash(self.description)
 
     def __deepcopy__(self, _memo: object) -> ShardSpec:
-        """Return itself, since it refers to process groups; staging of asynchronous saves copies what it meets."""
+        # It refers to process groups, and staging of asynchronous saves copies all that a tensor refers to.
         caller: FrameType | None = sys._getframe(1)
         while caller is not None and caller.f_code.co_name != "async_save":
             caller = caller.f_back

@@ -197,6 +197,7 @@ def facts_of(job: Job, data: TokenData) -> dict[str, str]:
         **{f"the dtype of {what}": dtype for what, dtype in job.dtypes.items()},
         "--megatron-fsdp-weight-format": job.weight_formats,
         "--data-path": f"text with checksum {data.checksum[:16]}",
+        "the number of tokens to train on": data.training.count,  # the index of a pair decides it, too
         "the token that ends a text": data.end_id,
         **{f"{name} of the model": value for name, value in config_values(options.model, data.vocab_size).items()},
     }
