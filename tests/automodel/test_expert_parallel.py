@@ -311,6 +311,19 @@ def test_the_engine_refuses_what_it_cannot_do_with_experts_on_all_ranks() -> Non
 
 
 @on_ranks(2)
+def test_auxiliary_losses_are_means_over_ranks_of_those_of_their_own_tokens() -> None:
+    options: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_hidden_layers": 1}
+    plain = build("mixtral", **options)
+    parts = [{name: each.chunk(2)[rank] for name, each in batch_of().items()} for rank in range(2)]
+    for part in parts:
+        (plain(**part, use_cache=False).loss / 2).backward()
+    sharded = on_engine(build("mixtral", **options), 2)
+    sharded(**parts[dist.get_rank()], use_cache=False).loss.backward()
+    expected = {name: whole(param.grad) for name, param in plain.named_parameters() if param.grad is not None}
+    assert_equal_tensors(gradients_of(sharded), expected, 1e-4, 1e-6)
+
+
+@on_ranks(2)
 def test_routers_are_kept_where_layers_are_recomputed_by_the_engine() -> None:
     flops = []
     for ignores in (False, True):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from megatron_fsdp.automodel.architecture import find_layers, text_config
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.plan.recompute import PRODUCTS, every_second_product, keeping_every_second_product
+from megatron_fsdp.plan.recompute import GROUPED, PRODUCTS, every_second_product, keeping_every_second_product
 
 MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
 _MARK = "_models_without_packed_sequences"
@@ -44,11 +44,18 @@ def _run_inside(module: nn.Module, around: Callable[..., Any]) -> None:
     module.forward = MethodType(run, module)
 
 
+def _unchanged_products(module: nn.Module) -> frozenset[Any]:
+    """Return the products whose results a checkpoint of a module may keep."""
+    # transformers adds the biases of stacked experts to the result of their product in place.
+    adds_in_place = any(getattr(part, "has_bias", False) for part in module.modules())
+    return PRODUCTS - {GROUPED} if adds_in_place else PRODUCTS
+
+
 class _Keeping:
     """The operators that a checkpoint keeps: products inside of some modules, and those that a policy names."""
 
-    def __init__(self, modules: Sequence[nn.Module], is_selective: bool) -> None:
-        self.is_selective = is_selective
+    def __init__(self, modules: Sequence[nn.Module], products: frozenset[Any] | None) -> None:
+        self.products = products  # None: only those inside of the modules
         self.inside = 0
         for module in modules:
             module.register_forward_pre_hook(self._enter)
@@ -62,7 +69,7 @@ class _Keeping:
 
     def contexts(self) -> tuple[Any, Any]:
         """Return the contexts of one forward and of its recomputation."""
-        policy = every_second_product() if self.is_selective else None
+        policy = None if self.products is None else every_second_product(self.products)
 
         def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             # Not all results: routers change some of them in place, which may then not be kept.
@@ -85,7 +92,8 @@ def recompute_in_backward(
     Hooks of the module, such as those that gather its weights, run outside: once in forward, and for recomputation the
     weights are gathered by the hooks of backward.
     """
-    chosen = contexts or (keeping_every_second_product if is_selective else None)
+    keeping = functools.partial(keeping_every_second_product, _unchanged_products(module))
+    chosen = contexts or (keeping if is_selective else None)
     options: dict[str, Any] = {} if chosen is None else {"context_fn": chosen}
 
     def around(forward: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +125,7 @@ def checkpoint_layers(
 
     Results of matrix products inside of the modules `kept` are kept in any case.
     """
-    contexts = _Keeping(kept, is_selective).contexts if kept else None
+    contexts = _Keeping(kept, _unchanged_products(model) if is_selective else None).contexts if kept else None
     for layer in find_layers(model).modules() if layers is None else layers:
         recompute_in_backward(layer, is_selective=is_selective, contexts=contexts)
     _switch_cache_off(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +15,9 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.setup import Recompute
 
 _ATEN = torch.ops.aten
-PRODUCTS = {_ATEN.mm, _ATEN.addmm, _ATEN._grouped_mm}
+PRODUCTS = frozenset((_ATEN.mm, _ATEN.addmm, _ATEN._grouped_mm))
 """Products with weights, which may use 8-bit formats."""
+GROUPED = _ATEN._grouped_mm
 _ATTENTION = {
     _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_efficient_attention,
@@ -77,13 +78,13 @@ def _wrap(module: nn.Module, contexts: Callable[[], tuple[Any, Any]] | None) -> 
     module.forward = recomputed
 
 
-def every_second_product() -> Callable[..., CheckpointPolicy]:
-    """Make a policy for one pass of a unit: it keeps attention and the first, third, ... matrix product."""
+def every_second_product(products: Collection[Any] = PRODUCTS) -> Callable[..., CheckpointPolicy]:
+    """Make a policy for one pass of a unit: it keeps attention and the first, third, ... of these matrix products."""
     seen = {False: 0, True: 0}
 
     def policy(context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         packet = operator.overloadpacket
-        if packet in PRODUCTS:
+        if packet in products:
             seen[context.is_recompute] += 1
             return _KEPT if seen[context.is_recompute] % 2 else _AGAIN
         return _KEPT if packet in _ATTENTION else _AGAIN
@@ -91,9 +92,9 @@ def every_second_product() -> Callable[..., CheckpointPolicy]:
     return policy
 
 
-def keeping_every_second_product() -> tuple[Any, Any]:
-    """Keep the results of attention and of the first, third, ... matrix product of a unit; recompute the rest."""
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(every_second_product())
+def keeping_every_second_product(products: Collection[Any] = PRODUCTS) -> tuple[Any, Any]:
+    """Keep the results of attention and of the first, third, ... of these products of a unit; recompute the rest."""
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(every_second_product(products))
     return contexts
 
 
