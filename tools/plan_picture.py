@@ -28,7 +28,14 @@ def draw_memory(plan: Plan, path: Path) -> None:
     axes = figure.subplots()
     held = plan.memory.resting_bytes + plan.memory.input_bytes
     stacks = [
-        (held, each.gradient_bytes, each.gathered_bytes, each.bucket_bytes, each.passing_bytes, each.activation_bytes)
+        (
+            held,
+            each.gradient_bytes,
+            each.gathered_bytes,
+            each.reduction_bytes,
+            each.passing_bytes,
+            each.activation_bytes,
+        )
         for each in plan.step.moments
     ]
     times = [1e3 * moment.time_s for moment in plan.step.moments]

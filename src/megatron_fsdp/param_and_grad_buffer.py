@@ -15,10 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp.comm.agreement import gather_objects, gather_over
-from megatron_fsdp.dtensor.shard_spec import ShardSpec
+from megatron_fsdp.dtensor.shard_spec import ShardSpec, part_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import part_of
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex

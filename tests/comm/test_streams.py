@@ -98,10 +98,7 @@ class Listener:
     """Stands for an observer of streams that listens or does not."""
 
     def __init__(self, listens: bool) -> None:
-        self.listens = listens
-
-    def __bool__(self) -> bool:
-        return self.listens
+        self.active = listens
 
     def number(self) -> int:
         return 0

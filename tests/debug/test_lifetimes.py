@@ -22,7 +22,7 @@ from megatron_fsdp.config.switches import resolve_check_lifetimes
 from megatron_fsdp.debug.lifetimes import LEGAL, BorrowedMemory, Event, State, next_state
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.gradients import GradientBuffers
-from megatron_fsdp.engine.memory import Block, BucketPool, WeightMemory
+from megatron_fsdp.engine.memory import Block, BlockPool, WeightMemory
 from megatron_fsdp.engine.schedule import Action, Operation, Scheduler
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, LifetimeError
@@ -192,12 +192,12 @@ def _slot_given_twice() -> Any:
 
 
 def _used_block_handed_out() -> Any:
-    original = BucketPool.borrow
+    original = BlockPool.borrow
 
-    def always_the_same(self: BucketPool, num_bytes: int) -> Block:
+    def always_the_same(self: BlockPool, num_bytes: int) -> Block:
         return self._made[0] if self._made else original(self, num_bytes)
 
-    return mock.patch.object(BucketPool, "borrow", always_the_same)
+    return mock.patch.object(BlockPool, "borrow", always_the_same)
 
 
 def _reduction_never_waited_for() -> Any:

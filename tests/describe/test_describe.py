@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.describe.description import Description
-from megatron_fsdp.engine.group_plan import local_tensor
+from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.fully_shard import fully_shard_model
 from megatron_fsdp.plan.simulate import built_without_memory, simulated_model, simulated_ranks
 from tests.conftest import RunRanks

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.config.engine_options import WeightAllocator
-from megatron_fsdp.engine.memory import Block, BucketPool, CommunicationPool, FlatBuffer, full_view
+from megatron_fsdp.engine.memory import Block, BlockPool, CommunicationPool, FlatBuffer, full_view
 from megatron_fsdp.engine.memory_plan import (
     UnitWeights,
     Use,
@@ -133,7 +133,7 @@ def no_room() -> bool:
 
 def test_buckets_that_came_back_are_lent_again_in_turn() -> None:
     """How many there are depends on how many were lent, and not on when they came back."""
-    pool = BucketPool(POOL, Use.BUCKET, 2, [64], no_room)
+    pool = BlockPool(POOL, Use.BUCKET, 2, [64], no_room)
     lent = []
     for _ in range(4):
         lent += [pool.borrow()]
@@ -143,7 +143,7 @@ def test_buckets_that_came_back_are_lent_again_in_turn() -> None:
     assert pool.held_bytes == 128
 
 
-def room_maker(pool_of: Callable[[], BucketPool], lent: list[Block], log: list[str]) -> Callable[[], bool]:
+def room_maker(pool_of: Callable[[], BlockPool], lent: list[Block], log: list[str]) -> Callable[[], bool]:
     """Gives the oldest lent block back, as the end of a reduction does."""
 
     def make_room() -> bool:
@@ -159,7 +159,7 @@ def room_maker(pool_of: Callable[[], BucketPool], lent: list[Block], log: list[s
 def test_room_is_made_only_when_all_buckets_are_out() -> None:
     lent: list[Block] = []
     log: list[str] = []
-    pool = BucketPool(POOL, Use.BUCKET, 2, [64], room_maker(lambda: pool, lent, log))
+    pool = BlockPool(POOL, Use.BUCKET, 2, [64], room_maker(lambda: pool, lent, log))
     lent += [pool.borrow(), pool.borrow()]
     assert log == []
     oldest = lent[0]
@@ -171,7 +171,7 @@ def test_room_is_made_only_when_all_buckets_are_out() -> None:
 def test_an_end_waits_for_its_neighbour_and_its_neighbour_for_it() -> None:
     lent: list[Block] = []
     log: list[str] = []
-    pool = BucketPool(POOL, Use.BUCKET, 2, [64, 64, 96], room_maker(lambda: pool, lent, log))
+    pool = BlockPool(POOL, Use.BUCKET, 2, [64, 64, 96], room_maker(lambda: pool, lent, log))
     for num_bytes, held in ((96, 96), (64, 64), (64, 128), (96, 96)):  # a head, two blocks, an embedding
         lent.append(pool.borrow(num_bytes))
         assert sum(block.held_bytes for block in lent) == held

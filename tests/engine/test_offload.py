@@ -15,8 +15,8 @@ from torch import nn
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.memory import StateMemory
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optim.local_step import StateMemory
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid
 from tests.support.case import FP32, Run, Scenario, Setting, assert_parity, reference, run_sharded, shard

@@ -277,8 +277,8 @@ FAULTS: Mapping[str, Fault] = {
     "the host does not wait for copies": partial(patch.object, Executor, "settle_offload", nothing),
     "the host does not wait for what goes": partial(the_host_waits_for_one_direction, "comes"),
     "the host does not wait for what comes": partial(the_host_waits_for_one_direction, "goes"),
-    "a unit steps before its state has come": partial(without_works, local_step._StepBucket, "receive"),
-    "memory of state is taken again before it has left": partial(without_works, local_step._StepBuckets, "_let_go"),
+    "a unit steps before its state has come": partial(without_works, local_step._StepChunk, "receive"),
+    "memory of state is taken again before it has left": partial(without_works, local_step._StepChunks, "_let_go"),
     "the host does not wait for state": partial(patch.object, local_step, "finish_stream", nothing),
 }
 """What is left out or done too early."""

@@ -22,7 +22,7 @@ from megatron_fsdp.checkpoint.checkpointer import Checkpointer
 from megatron_fsdp.comm.streams import CommStream
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.gradients import GradientBuffers
-from megatron_fsdp.engine.memory import BucketPool
+from megatron_fsdp.engine.memory import BlockPool
 from megatron_fsdp.engine.observer import Observer
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
 from megatron_fsdp.engine.unit import Unit
@@ -377,7 +377,7 @@ FAULTS: Mapping[str, tuple[Fault, str, str]] = {
         "fully hybrid without prefetch",
     ),
     "buckets are filled while they are reduced": (
-        partial(without_works, BucketPool, "borrow"),
+        partial(without_works, BlockPool, "borrow"),
         "two forwards",
         "flat",
     ),

@@ -67,8 +67,8 @@ def test_updates_are_close_to_those_of_adamw(dtype: torch.dtype) -> None:
 
 def test_buckets_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for numel in (adamw8bit.BUCKET_NUMEL, 512):
-        monkeypatch.setattr(adamw8bit, "BUCKET_NUMEL", numel)
+    for numel in (adamw8bit.CHUNK_NUMEL, 512):
+        monkeypatch.setattr(adamw8bit, "CHUNK_NUMEL", numel)
         param = nn.Parameter(drawn(torch.Size((30, 70)), 0, 0))
         optimizer = AdamW8bit([param], lr=0.1)
         for step in range(3):

@@ -297,7 +297,7 @@ def ordered_comm_streams() -> Iterator[OrderedStreams]:
     with (
         patch.object(executor, "make_comm_stream", make_comm_stream),
         patch.object(local_step, "make_comm_stream", make_comm_stream),
-        patch.object(engine_memory, "allocate", allocate),
+        patch.object(local_step, "allocate", allocate),
         patch.object(param_group, "allocate", allocate),
         patch.object(gradients, "allocate", allocate),
         patch.object(param_group, "on_device", on_device),

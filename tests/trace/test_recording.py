@@ -218,11 +218,11 @@ def _leave_no_trace() -> dict[str, Any]:
     hooks = _hooks()
     watcher = Recorder(model, steps=2)
     watcher.stop()  # before it began: nothing
-    assert not engine_of(model).observers
+    assert not engine_of(model).observers.active
     with pytest.raises(TraceError, match="call start"):
         watcher.result()
     watcher.start()
-    assert engine_of(model).observers
+    assert engine_of(model).observers.active
     assert _hooks() == (hooks[0] + 1, hooks[1] + 1)
     with pytest.raises(TraceError, match="another Recorder"):
         watcher.start()
@@ -235,7 +235,7 @@ def _leave_no_trace() -> dict[str, Any]:
     watcher.stop()
     watcher.stop()
     after = _hooks()
-    is_off = not engine_of(model).observers
+    is_off = not engine_of(model).observers.active
     timeline = watcher.result()
     training.plain(model, data())
     optimizer.step()
@@ -251,7 +251,7 @@ def _leave_no_trace() -> dict[str, Any]:
 def _raise_inside(model: MegatronFSDP) -> bool:
     with pytest.raises(RefusalError), trace(model, align=False):
         raise RefusalError
-    return bool(engine_of(model).observers)
+    return engine_of(model).observers.active
 
 
 def test_the_last_steps_are_kept_and_afterwards_nobody_watches(run_ranks: RunRanks) -> None:

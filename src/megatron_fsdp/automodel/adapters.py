@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, install_weights, keep_local, live_tensors, unwrap
+from megatron_fsdp.comm.fingerprint import same_random_numbers
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optional_packages import require
-from megatron_fsdp.wrap.meta_init import same_random_numbers
 
 _COPY, _ORIGINAL = ".modules_to_save.", ".original_module."
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from megatron_fsdp.automodel.architecture import IGNORED_LABEL
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline
 from megatron_fsdp.comm.agreement import Groups, agreed, default_if_all, device_over, raise_together
-from megatron_fsdp.engine.group_plan import local_tensor
+from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.errors import ConfigurationError, NonFiniteNormError, waits_for
 from megatron_fsdp.fully_shard import fully_shard_optimizer, ranks_of_parameters
 from megatron_fsdp.megatron_fsdp import MegatronFSDP

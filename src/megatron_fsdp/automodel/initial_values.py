@@ -18,15 +18,9 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.automodel.architecture import find_layers, parameter_names
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, base_tensors, install_weights, keep_local, unwrap
 from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.fingerprint import random_state, same_random_numbers, set_random_state
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.wrap.meta_init import (
-    draw_blueprint,
-    draw_values,
-    random_state,
-    same_random_numbers,
-    set_random_state,
-    uninitialized_tensor,
-)
+from megatron_fsdp.wrap.meta_init import draw_blueprint, draw_values, uninitialized_tensor
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Fingerprints (hashes) of tensors' bits, to compare tensors over ranks without sending them.
 
-Those of shards that add up to that of the whole tensor are digests.
+Those of shards that add up to that of the whole tensor are digests. They tell, too, if ranks would draw the same random
+numbers.
 
 `torch.hash_tensor` does not do here: it is the exclusive or of all elements, which is 0 for any constant tensor of even
 size and the same for any order of elements.
@@ -10,10 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+
+from megatron_fsdp.errors import warn_caller
 
 _CHUNK_NUMEL = 1 << 16
 _STEP, _MIX, _SPREAD = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
@@ -117,3 +121,57 @@ def digest(shard: torch.Tensor, name: str, start: int = 0) -> torch.Tensor:
         places.bitwise_xor_((places >> 31).bitwise_and_(_LOW_33)).mul_(_MIX).bitwise_or_(1)
         total += block.mul_(places).sum()
     return total
+
+
+RandomState = tuple[torch.Tensor, ...]
+"""States of the CPU's generator and, for another device, of the device's."""
+
+
+def random_state(device: torch.device) -> RandomState:
+    """Return the states of the generators that random numbers for `device` may come from."""
+    cpu = torch.get_rng_state()
+    return (cpu,) if device.type == "cpu" else (cpu, torch.get_device_module(device).get_rng_state(device))
+
+
+def set_random_state(device: torch.device, state: RandomState) -> None:
+    """Restore states that `random_state` returned."""
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.get_device_module(device).set_rng_state(state[1], device)
+
+
+@contextmanager
+def same_random_numbers(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
+    """Draw the random numbers of the groups' first rank on every rank, inside a block.
+
+    Where ranks were seeded alike nothing is changed and generators go on from where the block leaves them; else the
+    ranks use the first one's state for the block, are warned, and get their own back afterwards. After an exception
+    every rank gets its own back.
+    """
+    own = random_state(device)
+    differ = [_follow_first(group, device) for group in groups]
+    if any(differ):
+        warn_caller(
+            "ranks were seeded differently, so the weights were initialised with the random numbers of the first rank "
+            "of the group; seed every rank alike before sharding"
+        )
+    try:
+        yield
+    except BaseException:
+        set_random_state(device, own)
+        raise
+    if any(differ):
+        set_random_state(device, own)
+
+
+def _follow_first(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Take the random state of the group's first rank; return True if any rank had another."""
+    mine = random_state(device)
+    states = [state.to(device) for state in mine]
+    hashes = torch.stack([fingerprint(state) for state in states])
+    if torch.equal(*lowest_and_highest(hashes, group)):
+        return False
+    for state in states:
+        dist.broadcast(state, group_src=0, group=group)
+    set_random_state(device, tuple(state.to(before.device) for state, before in zip(states, mine, strict=True)))
+    return True

@@ -45,10 +45,9 @@ class Moment(Enum):
 
 
 class CommStreamWatch(Protocol):
-    """Observer of the collectives of all communication streams; it is told nothing while it is false."""
+    """Observer of the collectives of all communication streams."""
 
-    def __bool__(self) -> bool:
-        """Return True if collectives are to be reported."""
+    active: bool  # collectives are to be reported
 
     def number(self) -> int:
         """Return the number of a new collective."""
@@ -114,7 +113,7 @@ def _nobody(_moment: Moment, work: dist.Work | None = None) -> None:
 
 def _teller(watch: CommStreamWatch | None, stream: str) -> Tell:
     """Return the callback that reports a collective's progress."""
-    return partial(watch.communicates, watch.number(), stream=stream) if watch else _nobody
+    return partial(watch.communicates, watch.number(), stream=stream) if watch and watch.active else _nobody
 
 
 class HostCommStream:

@@ -22,8 +22,9 @@ from megatron_fsdp.ddp.buckets import BucketScheduler, GatherMode, plan_buckets
 from megatron_fsdp.ddp.engine import BucketEngine, Readers
 from megatron_fsdp.ddp.megatron_core import MegatronCalls, takes_core_arguments
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
+from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import ModelSharding, local_tensor, parameter_info
+from megatron_fsdp.engine.group_plan import ModelSharding, parameter_info
 from megatron_fsdp.engine.hooks import register_hooks
 from megatron_fsdp.engine.schedule import ScheduleConfig
 from megatron_fsdp.engine.unit import Unit

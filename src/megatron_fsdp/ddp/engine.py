@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.ddp.buckets import BucketScheduler, GatherMode, plan_readers
-from megatron_fsdp.engine.engine import Engine, ForwardCall, live_engine
+from megatron_fsdp.engine.engine import Engine, ForwardCall, alive
 from megatron_fsdp.engine.hooks import uncompiled
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError, ShardOperationError
@@ -220,6 +220,4 @@ class Readers:
             self._reads = found
 
     def _live(self) -> BucketEngine:
-        engine = live_engine(self._engine)  # type: ignore[arg-type]
-        assert isinstance(engine, BucketEngine)
-        return engine
+        return alive(self._engine)

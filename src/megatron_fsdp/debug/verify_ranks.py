@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from megatron_fsdp.comm.groups import destroy_with, duplicate_group, shared_name, timeout_of
 from megatron_fsdp.comm.streams import Moment
-from megatron_fsdp.engine.executor import all_gather_bytes
 from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ScheduleError
@@ -89,7 +88,7 @@ class RankVerifier(Observer):
     def begins(self, phase: Phase, unit: int) -> None:
         """Announce a collective phase; a reduction only once it communicates."""
         if phase is Phase.GATHER:
-            num_bytes = all_gather_bytes(self._units[unit])
+            num_bytes = self._units[unit].all_gather_bytes
             if num_bytes:
                 self._gathered_in_forward |= not _in_backward()
                 self._compare(Event.GATHER, unit, num_bytes)

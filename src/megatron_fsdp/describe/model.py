@@ -20,8 +20,8 @@ from megatron_fsdp.describe.description import (
     UnitDescription,
 )
 from megatron_fsdp.describe.text import in_bytes
+from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.engine.engine import Engine, engine_of_model
-from megatron_fsdp.engine.group_plan import local_tensor
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.optim.chained import ChainedOptimizer
 from megatron_fsdp.optim.optimizer import count_kinds, step_of

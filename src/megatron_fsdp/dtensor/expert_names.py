@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.dtensor.shard_spec import ShardSpec, describe_chunks
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.sharding.expert_names import ExpertPlan
+from megatron_fsdp.sharding.expert_plan import ExpertPlan
 
 
 class ExpertNames:

@@ -5,12 +5,18 @@ tensor holds, without communication. torch asks a DTensor for its chunks, and th
 (`__create_chunk_list__`, `__create_write_items__`, `__get_tensor_shard__`) before it assumes an even split along dim 0.
 Our shards are uneven, and may be cut inside a row. `UnevenDTensor` implements the three methods itself; for tools that
 look at the local tensor they can be attached to that, too.
+
+Tensor parallelism may have cut parameters before data parallelism shards them: then a rank's own part is sharded over
+data-parallel ranks (`TensorParallelPart`). `parallelize_module` leaves parameters as DTensors over the tensor-parallel
+mesh, and the modules expect them as such in forward; Megatron's own layers hold plain tensors with attributes that say
+which dimension was cut.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import sys
 import weakref
@@ -22,14 +28,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from megatron_fsdp.comm.axis import all_gather_flat
+from megatron_fsdp.comm.axis import all_gather_flat, real_values
 from megatron_fsdp.errors import ConfigurationError, waits_for, warn_caller
-from megatron_fsdp.sharding.shards import Box, ShardDescription, described_as_whole
+from megatron_fsdp.sharding.shards import Box, ShardDescription, TensorParallelCut, described_as_whole
 
 
 class OwningUnit(NamedTuple):
@@ -379,3 +386,115 @@ def _attach(local: torch.Tensor, chunks: LocalChunks) -> None:
     local.__create_chunk_list__ = chunks.chunk_list  # type: ignore[attr-defined]
     local.__create_write_items__ = chunks.write_items  # type: ignore[attr-defined]
     local.__get_tensor_shard__ = _ShardReader(chunks, local)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class TensorParallelPart:
+    """Placement of one parameter on the tensor-parallel ranks."""
+
+    mesh: DeviceMesh  # one-dimensional, tensor-parallel
+    placement: Placement  # `Shard(dim)` or `Replicate()`
+    shape: torch.Size  # over all tensor-parallel ranks
+    stride: tuple[int, ...]  # over all tensor-parallel ranks
+    is_dtensor: bool  # whether the modules hold it as a DTensor, else as a plain tensor
+
+    @property
+    def is_cut(self) -> bool:
+        """True if tensor-parallel ranks hold different parts."""
+        return isinstance(self.placement, Shard) and self.mesh.size() > 1
+
+    def shapes_by_rank(self, local_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the shape of every rank's part, given this rank's; uneven where the dimension is not divisible."""
+        if not isinstance(self.placement, Shard):
+            return (local_shape,) * self.mesh.size()
+        dim = self.placement.dim
+        edges = TensorParallelCut.by_chunk(self.shape[dim], self.mesh.size(), dim).edges
+        return tuple(
+            (*local_shape[:dim], stop - start, *local_shape[dim + 1 :]) for start, stop in itertools.pairwise(edges)
+        )
+
+    def wrap(self, local: torch.Tensor) -> torch.Tensor:
+        """Wrap this rank's part as the modules expect it: as a DTensor, or not at all."""
+        if not self.is_dtensor:
+            return local
+        return DTensor.from_local(
+            local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of this rank's part; reduce it over ranks where autograd has left it partial."""
+        if not isinstance(grad, DTensor):
+            return grad
+        if tuple(grad.placements) != (self.placement,):
+            grad = grad.redistribute(placements=[self.placement])
+        local = grad.to_local()
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def local_tensor(param: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's memory on this rank: a DTensor's local tensor, an extension's values, or itself."""
+    if isinstance(param, DTensor):
+        return param._local_tensor
+    return plain_values(param) if is_tensor_extension(param) else param
+
+
+GATHER_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+"""The extension of FSDP2 by which a tensor class encodes its shards and wraps the gathered tensors."""
+
+
+def is_tensor_extension(param: torch.Tensor) -> bool:
+    """Return True if the class of a parameter gathers in its own way (`megatron_fsdp.formats.tensor_extensions`)."""
+    return any(hasattr(type(param), method) for method in GATHER_METHODS)
+
+
+def plain_values(extension: torch.Tensor) -> torch.Tensor:
+    """Return the one plain tensor that an extension flattens into."""
+    (inner,), _ = extension.__tensor_flatten__()  # type: ignore[attr-defined]
+    values: torch.Tensor = getattr(extension, inner)
+    return values
+
+
+def part_of(name: str, param: torch.Tensor, mesh: DeviceMesh | None) -> TensorParallelPart | None:
+    """Return the tensor-parallel part that a parameter is; None for a plain tensor without tensor-parallel ranks.
+
+    DTensors over another mesh, and placements that are neither a plain `Shard` nor `Replicate`, are refused.
+    """
+    if isinstance(param, DTensor):
+        return _part_of_dtensor(name, param, mesh)
+    if mesh is None or mesh.size() == 1:
+        return None
+    dim = _partition_dim(param)
+    shape = list(param.shape)
+    if dim is not None:
+        shape[dim] *= mesh.size()
+    placement: Placement = Replicate() if dim is None else Shard(dim)
+    stride = torch.empty(shape, device="meta").stride()
+    return TensorParallelPart(mesh, placement, torch.Size(shape), tuple(stride), is_dtensor=False)
+
+
+@real_values()
+def _part_of_dtensor(name: str, param: DTensor, mesh: DeviceMesh | None) -> TensorParallelPart:
+    if mesh is None:
+        raise ConfigurationError(
+            f"{name} is a DTensor over the mesh dimensions {param.device_mesh.mesh_dim_names} already; pass "
+            "device_mesh with that dimension and name it by tp_dim"
+        )
+    own = param.device_mesh
+    if own.ndim != 1 or own.mesh.tolist() != mesh.mesh.tolist():
+        raise ConfigurationError(
+            f"{name} is a DTensor over the ranks {own.mesh.tolist()}, but tp_dim has the ranks {mesh.mesh.tolist()} "
+            "here; parallelize modules over exactly the tensor-parallel mesh, and leave data parallelism to fully_shard"
+        )
+    placement = param.placements[0]
+    if type(placement) not in (Shard, Replicate):
+        raise ConfigurationError(f"{name} is placed as {placement} over tensor-parallel ranks; use Shard or Replicate")
+    return TensorParallelPart(own, placement, param.shape, tuple(param.stride()), is_dtensor=True)
+
+
+def _partition_dim(param: torch.Tensor) -> int | None:
+    """Return the dimension that Megatron's layers mark as cut over tensor-parallel ranks, or None."""
+    mode = getattr(param, "_tensor_parallel_mode", None)
+    if mode in ("column", "row"):
+        return 0 if mode == "column" else 1
+    dim = getattr(param, "partition_dim", -1)
+    return int(dim) if getattr(param, "tensor_model_parallel", False) and dim >= 0 else None

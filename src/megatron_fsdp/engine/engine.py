@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.units import ROOT_UNIT, UnitPlan
 
 _NEVER = -1  # the weights_version of a forward that used no weights
+_Owned = TypeVar("_Owned", bound="Engine | Unit")
 
 
 # Note [What ranks agree on, and when]
@@ -53,6 +55,7 @@ _NEVER = -1  # the weights_version of a forward that used no weights
 # plans made at wrap time, and the order of events, from which the scheduler and the pools compute everything else.
 # Where ranks may differ they agree first, in small collectives (`Phase.AGREE`):
 #
+# - the next pass, only where ranks may skip units: before it begins (`MatchedPasses`);
 # - which parameters any rank used: at a sync, until all were used once (`UsageAgreement`). A digest of all all-gathers
 #   and reductions travels with these flags, so that ranks which ran different units stop instead of mixing weights;
 # - `requires_grad`: when it changed here. Ranks where it did not change do not ask, so it has to change on all;
@@ -72,10 +75,6 @@ class Pass(IntEnum):
     NONE = 0  # nothing: it synchronises, steps, or waits for the others
     FORWARD = 1
     BACKWARD = 2
-
-
-def _nothing(_begun: Pass) -> None:
-    """Begin a pass without an agreement, where all ranks run the same ones."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,33 +122,21 @@ def ranks_of_model(model: object) -> tuple[dist.ProcessGroup | None, ...]:
         return ()
 
 
-def live_engine(reference: weakref.ref[Engine]) -> Engine:
-    """Return the engine of a hook's weak reference; raise a ScheduleError if it was deleted."""
-    engine = reference()
-    if engine is None:
-        raise _deleted()
-    return engine
-
-
-def _deleted() -> ScheduleError:
-    return ScheduleError(
-        "this module was sharded, and the object that owned its parameters (MegatronFSDP, or the outermost module that "
-        "was sharded in place) has been deleted; keep it for as long as the module is used"
-    )
-
-
-def live_unit(reference: weakref.ref[Unit]) -> Unit:
-    """Return the unit of a hook's weak reference; raise a ScheduleError if it was deleted."""
-    unit = reference()
-    if unit is None:
-        raise _deleted()
-    return unit
+def alive(reference: weakref.ref[_Owned]) -> _Owned:
+    """Return the engine or unit of a hook's weak reference; raise a ScheduleError if it was deleted."""
+    found = reference()
+    if found is None:
+        raise ScheduleError(
+            "this module was sharded, and the object that owned its parameters (MegatronFSDP, or the outermost module "
+            "that was sharded in place) has been deleted; keep it for as long as the module is used"
+        )
+    return found
 
 
 def _take_gradient(
     reference: weakref.ref[Engine], unit_index: int, group_index: int, index: int, param: torch.Tensor
 ) -> None:
-    engine = reference() or live_engine(reference)
+    engine = alive(reference)
     engine.take_gradient(unit_index, group_index, index, param)  # type: ignore[arg-type]  # hooks are typed for tensors
 
 
@@ -197,7 +184,8 @@ class Engine:
         # The configuration that reports show, of wrappers that take one, and what was adjusted in it.
         self.config: DistributedDataParallelConfig | None = None
         self.config_notes: tuple[str, ...] = ()
-        self.on_pass: Callable[[Pass], None] = _nothing  # ranks that may skip units agree on the pass here
+        # Ranks that may skip units agree on the next pass here. All others run the same passes anyway.
+        self.on_pass: Callable[[Pass], None] = lambda _begun: None
         self.stepped = False
         self._installs = 0
         self.full_units: set[int] = set()  # units whose modules show copies of the full parameters
@@ -325,7 +313,7 @@ class Engine:
             return ForwardCall(unit_index, module_index, _NEVER)  # another hook failed before the forward began
         if self.observers.active:
             self.observers.leaves(Phase.FORWARD, unit_index, failed)
-        weights_version, operations = self.scheduler.forward_ends(unit_index, needs_backward, failed)
+        weights_version, operations = self.scheduler.forward_ends(unit_index, needs_backward)
         self.executor.run(operations)
         if depth == 1:
             # A recomputation may run while the backward of a neighbour in the unit goes on, and needs its parameters.
@@ -381,7 +369,7 @@ class Engine:
         """Adopt changes of main weights and `requires_grad` (by optimizer, checkpoint or user) since the last pass."""
         if self.has_newer_weights:
             self.install_main_weights()
-        self.release_gradients()
+        self.release_gradients()  # cleared ones, since forward is where most memory is needed
         for group in self.groups():
             group.check_parameters()
         self._adopt_requires_grad()
@@ -436,7 +424,7 @@ class Engine:
             self._inspect_gradients(group)
             # The group had no share in its unit's bucket, after whose size the pools are made.
             unit.plan_buckets()
-            self.executor.make_bucket_pools()
+            self.executor.make_block_pools()
         group.set_trainable(trainable, self._has_unattached)
         if self._local_weights is not None and unit.index in self._local_weights:
             self._local_weights[unit.index][group_index] = group.local_compute_weights()
@@ -472,6 +460,8 @@ class Engine:
     @property
     def has_newer_weights(self) -> bool:
         """True if main weights were written to since they were last installed."""
+        # By anyone: in-place operations raise version counters, and torch's global hook tells of optimizers, whose
+        # kernels may raise none.
         return self.stepped or any(unit.main_changed for unit in self.units)
 
     @property
@@ -547,7 +537,7 @@ class Engine:
         assert gradients is not None
         if not gradients.is_filling:
             self._note_first_gradient(unit_index)
-            self._begin_filling(unit_index, group_index)
+            self._open_bucket(unit_index, group_index)
         # Checks see what autograd computed, before the bucket's dtype rounds it or makes it infinite.
         for check in self.gradient_checks:
             check.record(group.names[index], grad)
@@ -566,12 +556,12 @@ class Engine:
         except ScheduleError as error:
             raise ScheduleError(f"unit {self.units[unit_index].label}: {error}") from None
 
-    def _begin_filling(self, unit_index: int, group_index: int) -> None:
+    def _open_bucket(self, unit_index: int, group_index: int) -> None:
         """Give a group of a unit memory for the gradients of this backward."""
         gradients = self.units[unit_index].groups[group_index].gradients
         assert gradients is not None
-        self.executor.begin_filling(self.units[unit_index], group_index)
-        # They see gradients in `take_gradient` only.
+        self.executor.open_bucket(self.units[unit_index], group_index)
+        # Observers and checks see gradients in `take_gradient` only, so no hook may copy one past it.
         if self.observers.active or self.gradient_checks:
             for each in gradients.of_parameter:
                 each.direct = None
@@ -649,6 +639,7 @@ class Engine:
                 self.executor.run((operation,))
         finally:
             self._ending = False
+        # After the last reduction, so that an error leaves none open. See Note [What ranks agree on, and when].
         for check in self.gradient_checks:
             with self.observers.during(Phase.AGREE, ROOT_UNIT):
                 check.conclude()
@@ -658,7 +649,7 @@ class Engine:
         """Copy a unit's gradients of a delayed backward into buckets or unreduced gradients, queued ones included."""
         for group_index, group, gradients in self.units[unit_index].trained:
             if not gradients.is_filling:
-                self._begin_filling(unit_index, group_index)
+                self._open_bucket(unit_index, group_index)
             for index, param in enumerate(group.full):
                 delayed.accumulate(param)
                 self.take_gradient(unit_index, group_index, index, param)
@@ -689,7 +680,7 @@ class Engine:
 
     def groups_with_gradients(self) -> list[tuple[ParameterGroup, GradientBuffers]]:
         """Return the trainable groups with their gradient buffers, in unit order."""
-        return [(group, gradients) for unit in self.units for _, group, gradients in unit.trained]
+        return [(each.group, each.gradients) for unit in self.units for each in unit.trained]
 
     @property
     def has_deferred_gradients(self) -> bool:
@@ -739,7 +730,7 @@ class Engine:
             check.begin()
         self._match_after_reset()
         for unit in reversed(self.units if units is None else units):
-            if any(gradients.has_unreduced_gradient for _, _, gradients in unit.trained):
+            if any(each.gradients.has_unreduced_gradient for each in unit.trained):
                 concludes = True
                 self.executor.run((Operation(Action.REDUCE, unit.index),), SyncScope.EVERYWHERE)
             else:
@@ -757,21 +748,21 @@ class Engine:
         self._defers = self._has_unattached = is_partial
         self._agreed_since_change = not is_partial
         renewed: list[tuple[ParameterGroup, list[bool]]] = []
-        all_trained = ((group, gradients) for unit in units for _, group, gradients in unit.trained)
-        synced = [found for found in all_trained if any(found[0].trained_since_attach)]
+        synced = [each for unit in units for each in unit.trained if any(each.group.trained_since_attach)]
         for rank_mesh, usage in self._usage.items():
-            trainable = [found for found in synced if found[0].plan.rank_mesh is rank_mesh]
+            trainable = [each for each in synced if each.group.plan.rank_mesh is rank_mesh]
             used_here = [
                 each.arrived
-                for group, gradients in trainable
+                for _, group, gradients in trainable
                 for each, trained in zip(gradients.of_parameter, group.trained_since_attach, strict=True)
                 if trained
             ]
             if not used_here:
                 continue
+            # A rank cannot know by itself what others used. See Note [What ranks agree on, and when].
             with self.observers.during(Phase.AGREE, ROOT_UNIT):
                 agreed = iter(usage.agree(used_here, self.executor.operations_digest))
-            for group, gradients in trainable:
+            for _, group, gradients in trainable:
                 used = [trained and next(agreed) for trained in group.trained_since_attach]
                 if gradients.renewed:
                     renewed.append((group, used))
@@ -808,7 +799,7 @@ class Engine:
             group.change_sharding(lambda own: replace(own, options=replace(own.options, policy=policy)))
         for unit in self.units:
             unit.plan_buckets()
-        self.executor.make_bucket_pools()
+        self.executor.make_block_pools()
 
     def clear_gradients(self) -> None:
         """Clear all gradients, deferred ones included."""
@@ -825,20 +816,17 @@ class Engine:
         """
         self.microbatch_count = 0
         self._callback_queued = False
-        self._shows_local.clear()
         if self.executor.in_backward is not None:
             self.executor.in_backward.reset()
         if self.delayed is not None:
             self.delayed.clear()
-        self.unsharded_for_backward.clear()
         # First wait for collectives in flight: the reshard frees the memory that they write.
         self.executor.abandon()
         self.executor.run(self.scheduler.reset())
-        for unit in self.units:
-            unit.to_sharded()
-            for group in unit.groups:
-                for param in group.full:
-                    param.grad = None
+        self.to_sharded()
+        for group in self.groups():
+            for param in group.full:
+                param.grad = None
         # Only deferred gradients survive a reset; without any, all ranks hold the same and need not ask.
         self._may_differ = self._defers
 

@@ -16,37 +16,12 @@ from typing import ClassVar, Protocol
 import torch
 
 from megatron_fsdp.comm.streams import Work, make_comm_stream
-from megatron_fsdp.engine.memory import Block, BucketPool, CommunicationPool, WeightMemory, weakly
+from megatron_fsdp.engine.memory import Block, BlockPool, CommunicationPool, WeightMemory, weakly
 from megatron_fsdp.engine.memory_plan import OUTER_REDUCTIONS, MemoryPlan, Use, outer_buffer_offsets
 from megatron_fsdp.engine.observer import PHASE_OF, BorrowedMemory, Observers, Phase, explain, explained
 from megatron_fsdp.engine.schedule import Action, Operation, SyncScope
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.sharding.units import ROOT_UNIT
-
-
-def all_gather_bytes(unit: Unit) -> int:
-    """Return the bytes of the full weights that a unit all-gathers; 0 if every rank holds them whole."""
-    plans = [group.plan for group in unit.groups if group.plan.needs_all_gather]
-    return sum(plan.sent_bytes for plan in plans)
-
-
-def communicated_bytes(phase: Phase, unit: Unit) -> int:
-    """Return the bytes that a phase communicates: of the full weights or the whole bucket, not of one rank's shard.
-
-    Args:
-        phase: The phase; 0 for those that send only a few numbers.
-        unit: The unit.
-    """
-    if phase is Phase.GATHER:
-        return all_gather_bytes(unit)
-    if phase is Phase.REDUCE:
-        return unit.bucket_bytes
-    if phase is Phase.GATHER_OUTER:
-        return sum(group.plan.sent_bytes for group in unit.groups if group.plan.gathers_outer)
-    if phase is Phase.REDUCE_OUTER:
-        return sum(group.plan.outer_buffer_bytes for group in unit.groups)
-    return 0
-
 
 _UNSHARD, _WAIT, _RESHARD, _REDUCE, _FINALISE = Action  # looking these up for each operation takes time
 _DIGEST_LIMIT = 2**61 - 1
@@ -60,7 +35,7 @@ class _Reduction:
     sync_scope: SyncScope
     works: list[tuple[Work, tuple[torch.Tensor, ...]]]  # and memory to be kept until they are waited for
     bucket: Block
-    pool: BucketPool
+    pool: BlockPool
     scratch: Block | None
 
 
@@ -133,15 +108,6 @@ class Executor:
         device: Device of the units.
         memory_plan: The plan of memory.
         pool: The owner of communication memory.
-
-    Attributes:
-        pool: As given.
-        weight_memory: The memory of gathered weights.
-        bucket_count: As planned, or as set since.
-        coming_stream: Where copies of offloaded state to the device run.
-        going_stream: Where copies from the device to host memory run, at the same time.
-        observers: Observers of phases and collectives.
-        in_backward: An optimizer that steps in backward; None if there is none.
     """
 
     def __init__(
@@ -154,25 +120,27 @@ class Executor:
         self._units = units
         self.finalise: Callable[[], object]  # set by the engine; ends a backward whose reductions are done
         self.observers = Observers()
+        # One stream per kind: a reduction must not wait behind gathers that are ahead of their use.
         self._gather_stream = make_comm_stream(device, "gather", self.observers)
         self._reduce_stream = make_comm_stream(device, "reduce", self.observers)
         self._outer_stream = make_comm_stream(device, "outer", self.observers)
+        # Copies of offloaded state to the device and to the host, at the same time.
         self.coming_stream = make_comm_stream(device, "comes")
         self.going_stream = make_comm_stream(device, "goes")
         self._offloads = any(plan.offload for unit in units for plan in unit.group_plans)
         self.pool = pool
         self.weight_memory = WeightMemory(memory_plan.weights, pool)
-        self.bucket_count = memory_plan.buckets
-        self.make_bucket_pools()
-        self._borrowed: dict[int, Block] = {}
-        self.operations_digest = 0
+        self.bucket_count = memory_plan.buckets  # may be set anew
+        self.make_block_pools()
+        self._borrowed: dict[int, Block] = {}  # the bucket that each unit fills, by its index
+        self.operations_digest = 0  # of all gathers and reductions, which ranks compare at a sync
         self.in_backward: OptimizerInBackward | None = None
         self.is_broken = False  # an operation failed, so the scheduler's state is wrong until a reset
         self.in_flight: deque[_Reduction] = deque()
         # unit, outer buffer, and works with the memory that has to be kept until they are waited for; oldest first
         self._outer_reductions: deque[tuple[int, Block | None, list[tuple[Work, tuple[torch.Tensor, ...]]]]] = deque()
 
-    def make_bucket_pools(self) -> None:
+    def make_block_pools(self) -> None:
         """Make the pools of buckets and scratch, sized for the current communication dtypes."""
         make_room = weakly(self._retire_oldest)  # See Note [Weak references]
         sizes = [unit.bucket_bytes for unit in self._units]
@@ -180,11 +148,11 @@ class Executor:
         pool = self.pool
         # The root is reduced last, but its bucket may fill from the first gradient on: in the pool of the others it
         # would hold back one of theirs for the whole backward.
-        self._root_bucket = BucketPool(pool, Use.ROOT_BUCKET, 1, root, make_room)
-        self._buckets = BucketPool(pool, Use.BUCKET, self.bucket_count, others, make_room)
-        self._scratch = BucketPool(pool, Use.SCRATCH, self._scratch_count, sizes, make_room)
+        self._root_bucket = BlockPool(pool, Use.ROOT_BUCKET, 1, root, make_room)
+        self._buckets = BlockPool(pool, Use.BUCKET, self.bucket_count, others, make_room)
+        self._scratch = BlockPool(pool, Use.SCRATCH, self._scratch_count, sizes, make_room)
         outer_buffer = max(outer_buffer_offsets(unit.group_plans)[1] for unit in self._units)
-        self._outer_buffers = BucketPool(pool, Use.OUTER_BUFFER, OUTER_REDUCTIONS, [outer_buffer], make_room)
+        self._outer_buffers = BlockPool(pool, Use.OUTER_BUFFER, OUTER_REDUCTIONS, [outer_buffer], make_room)
 
     def set_bucket_count(self, count: int) -> None:
         """Change the number of units that fill a bucket or have one in reduction at a time."""
@@ -193,8 +161,8 @@ class Executor:
         self._buckets.set_count(count)
         self._scratch.set_count(self._scratch_count)
         for unit in self._units:
-            for _, _, gradients in unit.trained:
-                gradients.bucket_views.clear()
+            for each in unit.trained:
+                each.gradients.bucket_views.clear()
 
     @property
     def _scratch_count(self) -> int:
@@ -226,9 +194,9 @@ class Executor:
                     observers.ends(PHASE_OF[action], unit_index)
                 self.is_broken = before
             except BaseException as error:
-                if self.observers:
-                    self.observers.fails(PHASE_OF[action], unit_index, error)
-                explain(error, f"during {action.value!r} of unit {unit.label}", self.observers)
+                if observers.active:
+                    observers.fails(PHASE_OF[action], unit_index, error)
+                explain(error, f"during {action.value!r} of unit {unit.label}", observers)
                 raise
 
     def _carry_out(self, action: Action, unit: Unit, slot: int | None, sync_scope: SyncScope) -> None:
@@ -245,6 +213,7 @@ class Executor:
         elif action is _RESHARD:
             unit.reshard(loses_memory=self.weight_memory.give_back(unit.index))
         elif action is _REDUCE:
+            # See Note [Why a unit is reduced when the next one begins] in `schedule.py`.
             self.reduce(unit, sync_scope)
         else:
             self.retire_all()
@@ -275,52 +244,53 @@ class Executor:
 
     def settle_offload(self) -> None:
         """Block the host until copies of offloaded state are done, so that it may read and write there."""
+        # See Note [Offloaded state] in `memory.py`.
         if self._offloads:
             self.coming_stream.settle()
             self.going_stream.settle()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def begin_filling(self, unit: Unit, group_index: int) -> None:
+    def open_bucket(self, unit: Unit, group_index: int) -> None:
         """Give a group memory for the gradients of this backward; may wait for a reduction to free a bucket."""
         with explained(f"while gradients of unit {unit.label} need memory", self.observers):
-            self._begin_filling(unit, group_index, unit.sync_scope)
+            self._fill(unit, group_index, unit.sync_scope)
 
-    def _begin_filling(self, unit: Unit, group_index: int, sync_scope: SyncScope) -> None:
+    def _fill(self, unit: Unit, group_index: int, sync_scope: SyncScope) -> None:
+        """Have a group fill its slice of the unit's bucket, or an unreduced gradient where reduction is deferred."""
         gradients = unit.groups[group_index].gradients
         assert gradients is not None
+        # What waits unreduced already has to be added to, whatever this backward would do by itself.
         borrows = not (unit.defers(group_index, sync_scope) or gradients.has_unreduced_gradient)
-        gradients.begin(unit.bucket_of(group_index, self._bucket(unit)) if borrows else None)
+        gradients.begin(unit.slice_of(group_index, self._bucket(unit)) if borrows else None)
 
     def reduce(self, unit: Unit, sync_scope: SyncScope) -> None:
         """Start to reduce all gradients of a unit; outside of the sync scope keep them unreduced."""
         if self.in_backward is not None and sync_scope is not SyncScope.NOWHERE:
             self.in_backward.unit_reduces(unit)
         reducing = []
-        for found in unit.trained:
-            group_index, group, gradients = found
-            if not group.reduces:
+        for each in unit.trained:
+            if not each.group.reduces:
                 continue
             # No gradient came on this rank, but one may have on another: every rank launches the same reductions, now
-            # or later, of zeros here.
-            if not gradients.is_filling and not gradients.has_unreduced_gradient:
-                self._begin_filling(unit, group_index, sync_scope)
-            if unit.defers(group_index, sync_scope):
-                gradients.stop_filling()
+            # or later, of zeros here. See Note [What ranks agree on, and when] in `engine.py`.
+            if not each.gradients.is_filling and not each.gradients.has_unreduced_gradient:
+                self._fill(unit, each.number, sync_scope)
+            if unit.defers(each.number, sync_scope):
+                each.gradients.stop_filling()
             else:
-                reducing.append(found)
+                reducing.append(each)
         if sync_scope is SyncScope.NOWHERE:
             return
         bucket = self._bucket(unit)
         scratch = self._scratch_for(unit)
         works = []
-        for group_index, group, gradients in reducing:
-            received = None if scratch is None else unit.bucket_of(group_index, scratch)
-            works.append(
-                gradients.reduce(
-                    self._reduce_stream, unit.bucket_of(group_index, bucket), received, group.sharded, self.going_stream
-                )
-            )
+        # One collective per group, since groups differ in dtype, ranks or placements. Torch could launch them as one,
+        # but only under NCCL and by a private context.
+        for index, group, gradients in reducing:
+            received = None if scratch is None else unit.slice_of(index, scratch)
+            sent = unit.slice_of(index, bucket)
+            works.append(gradients.reduce(self._reduce_stream, sent, received, group.sharded, self.going_stream))
         # From here on the reduction owns the bucket; gradients that come later fill another.
         del self._borrowed[unit.index]
         self.in_flight.append(_Reduction(unit, sync_scope, works, bucket, self._pool(unit), scratch))
@@ -331,7 +301,7 @@ class Executor:
 
     def reduce_outer(self, unit: Unit) -> bool:
         """Start to reduce a unit's partly reduced gradients over the outer ranks; return False if there are none."""
-        waiting = [(at, group, grads) for at, group, grads in unit.trained if grads.has_partly_reduced]
+        waiting = [each for each in unit.trained if each.gradients.has_partly_reduced]
         if not waiting:
             return False
         while len(self._outer_reductions) >= OUTER_REDUCTIONS:
@@ -340,9 +310,9 @@ class Executor:
         with self._communicating(Phase.REDUCE_OUTER, unit):
             started = [
                 gradients.reduce_outer(
-                    self._outer_stream, group.sharded, self.going_stream, unit.outer_buffer_of(group_index, block)
+                    self._outer_stream, group.sharded, self.going_stream, unit.outer_buffer_of(index, block)
                 )
-                for group_index, group, gradients in waiting
+                for index, group, gradients in waiting
             ]
         self._outer_reductions.append((unit.index, block, started))
         return True
@@ -357,7 +327,7 @@ class Executor:
         if self.in_backward is not None:
             self.in_backward.unit_is_reduced(self._units[index])
 
-    def _pool(self, unit: Unit) -> BucketPool:
+    def _pool(self, unit: Unit) -> BlockPool:
         return self._root_bucket if unit.index == ROOT_UNIT else self._buckets
 
     def _bucket(self, unit: Unit) -> Block:
@@ -422,15 +392,15 @@ class Executor:
         for unit in self._units:
             unit.wait_for_unshard()
             unit.expect_update()
-            for _, _, gradients in unit.trained:
-                gradients.stop_filling()  # unreduced gradients of earlier backwards stay
+            for each in unit.trained:
+                each.gradients.stop_filling()  # unreduced gradients of earlier backwards stay
         self._borrowed.clear()
         for pool in self._pools:
             pool.reclaim()
             pool.empty()
 
     @property
-    def _pools(self) -> tuple[BucketPool, ...]:
+    def _pools(self) -> tuple[BlockPool, ...]:
         return self._root_bucket, self._buckets, self._scratch, self._outer_buffers
 
     @property
@@ -441,9 +411,9 @@ class Executor:
     @property
     def held_bytes(self) -> int:
         """Bytes that gathered weights, buckets and scratch take now."""
-        return self.weight_memory.held_bytes + self.bucket_bytes
+        return self.weight_memory.held_bytes + self.reduction_bytes
 
     @property
-    def bucket_bytes(self) -> int:
+    def reduction_bytes(self) -> int:
         """Bytes that buckets and scratch take now."""
         return sum(pool.held_bytes for pool in self._pools)

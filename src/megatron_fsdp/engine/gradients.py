@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import put_scaled, real_values
 from megatron_fsdp.comm.streams import ChainedWork, CommStream, Work
-from megatron_fsdp.engine.group_plan import GroupPlan, local_tensor
+from megatron_fsdp.dtensor.shard_spec import local_tensor
+from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import FlatBuffer, allocate, full_view, padding_ranges, shard_view
 from megatron_fsdp.engine.reducer import GradientReducer, Stage
 from megatron_fsdp.errors import ScheduleError
@@ -309,7 +310,7 @@ class GradientBuffers:
             self._filling = self._unreduced_gradient
             targets = self._make_views(self._unreduced_gradient)
         # A hook may copy a gradient by itself where the copy needs neither a sum nor a factor.
-        is_direct = bucket is not None and self.reducer.reduction.pre_factor == 1.0
+        is_direct = bucket is not None and self.reducer.encodes_by_cast
         for each, target in zip(self.of_parameter, targets, strict=True):
             each.target, each.direct, each.filled = target, target if is_direct else None, False
 
@@ -324,16 +325,12 @@ class GradientBuffers:
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Copy the gradient of parameter `index` (its own shape, any dtype) into its target, with the cast."""
-        own, factor = self.of_parameter[index], self.reducer.reduction.pre_factor
+        own = self.of_parameter[index]
         assert own.target is not None
         if self._filling is self._unreduced_gradient:
-            own.target.add_(grad)
-        elif own.filled:
-            own.target.add_(grad, alpha=factor)
-        elif factor == 1.0:
-            own.target.copy_(grad)
+            own.target.add_(grad)  # in the dtype of accumulation; encoded when it is reduced
         else:
-            put_scaled(grad, factor, own.target)
+            self.reducer.encode(grad, own.target, adds=own.filled)
         own.filled = own.arrived = True
         own.direct = None
 
@@ -372,7 +369,7 @@ class GradientBuffers:
         if not self.is_filling and not self.has_unreduced_gradient:
             raise ScheduleError(f"the bucket of {self._name} would be reduced while it is empty")
         if self._unreduced_gradient is not None:
-            put_scaled(self._unreduced_gradient, self.reducer.reduction.pre_factor, bucket)
+            self.reducer.encode(self._unreduced_gradient, bucket)
             self._unreduced_gradient = None
         else:
             _zero([each.target for each in self.of_parameter if each.target is not None and not each.filled])
@@ -439,14 +436,7 @@ class GradientBuffers:
         partly_reduced, self._partly_reduced = self._partly_reduced, None
         assert partly_reduced is not None
         self._take_back(params)
-        if self.reducer.reduction.one_by_one:
-            stage = self.reducer.reduce_outer(partly_reduced)  # a sum already, which must not be rounded
-        elif outer_buffer:
-            stage = self.reducer.reduce_outer(
-                outer_buffer[0].copy_(partly_reduced), outer_buffer[1] if len(outer_buffer) > 1 else None
-            )
-        else:
-            stage = self.reducer.reduce_outer(partly_reduced.to(self.precision.grad_comm))
+        stage = self.reducer.reduce_outer(partly_reduced, outer_buffer)
         return self._submit(stream, stage, copy_stream), stage.memory
 
     def _accumulate(self, stage: Stage) -> None:
@@ -457,7 +447,8 @@ class GradientBuffers:
             stage = Stage(stage.launch, lambda: reduced)
         main, factor = self.main.local, self.reducer.factor
         is_offloaded = self.main.is_offloaded
-        # An offloaded main gradient is added to on the device, and copied back.
+        # An offloaded main gradient is added to on the device, and copied back. See Note [Offloaded state] in
+        # `memory.py`.
         sums = torch.empty_like(main, device=self.main.device, pin_memory=False) if is_offloaded else main
         rows = stage.rows if self.reducer.reduction.one_by_one else ()
         if any(each.counts for each in self.of_parameter):
@@ -667,8 +658,10 @@ class UsageAgreement:
         """
         if self.is_known:
             return [True] * len(used_here)
+        # See Note [What ranks agree on, and when] in `engine.py`.
         if self._group is None:  # nothing to send, so no device sync
             return self._show_one(list(used_here))
+        # The largest digest and the least one: where they are equal all are.
         flags = torch.tensor(
             [*used_here, operations_digest, -operations_digest], dtype=torch.int64, device=self._device
         )

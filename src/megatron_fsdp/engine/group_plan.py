@@ -1,9 +1,4 @@
-"""The sharding of one model: the tensor-parallel part of a parameter, the plan of a group, and the whole model.
-
-Tensor parallelism may have cut parameters before data parallelism shards them: then a rank's own part is sharded over
-data-parallel ranks (`TensorParallelPart`). `parallelize_module` leaves parameters as DTensors over the tensor-parallel
-mesh, and the modules expect them as such in forward; Megatron's own layers hold plain tensors with attributes that say
-which dimension was cut.
+"""The sharding of one model: the plan of a parameter group, and of the whole model.
 
 `GroupPlan` is everything that is decided for one parameter group before any memory is taken. `Sharding` holds the
 ranks, placements, dtypes and gradient factor of some parameters, and plans their groups: one for each unit, or, where a
@@ -12,7 +7,6 @@ whole model is sharded by one call, one for its dense parameters and one for its
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -22,22 +16,19 @@ from math import lcm
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor import Placement as TensorPlacement
+from torch.distributed.tensor import Shard
 
 from megatron_fsdp.comm.agreement import is_first_in
-from megatron_fsdp.comm.axis import Axis, real_values
+from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.offload import Offload, offload_by_unit
 from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
-from megatron_fsdp.dtensor.shard_spec import ShardSpec
+from megatron_fsdp.dtensor.shard_spec import ShardSpec, TensorParallelPart, local_tensor, part_of
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
 from megatron_fsdp.sharding.layout import Layout, plan_layout
-from megatron_fsdp.sharding.mesh import FlatAxis, RankMesh
+from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.placement import Placement, Placements, Region, held_region, shard_count
 from megatron_fsdp.sharding.shards import MeshUse, ShardDescription, TensorParallelCut
 from megatron_fsdp.sharding.units import (
@@ -47,121 +38,8 @@ from megatron_fsdp.sharding.units import (
     UnitPlan,
     cut_groups,
     group_parameters,
-    parameter_owners,
 )
 from megatron_fsdp.sharding.weight_formats import Fp8Compute, WeightFormat, encoded_bytes
-
-
-@dataclass(frozen=True)
-class TensorParallelPart:
-    """Placement of one parameter on the tensor-parallel ranks."""
-
-    mesh: DeviceMesh  # one-dimensional, tensor-parallel
-    placement: TensorPlacement  # `Shard(dim)` or `Replicate()`
-    shape: torch.Size  # over all tensor-parallel ranks
-    stride: tuple[int, ...]  # over all tensor-parallel ranks
-    is_dtensor: bool  # whether the modules hold it as a DTensor, else as a plain tensor
-
-    @property
-    def is_cut(self) -> bool:
-        """True if tensor-parallel ranks hold different parts."""
-        return isinstance(self.placement, Shard) and self.mesh.size() > 1
-
-    def shapes_by_rank(self, local_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the shape of every rank's part, given this rank's; uneven where the dimension is not divisible."""
-        if not isinstance(self.placement, Shard):
-            return (local_shape,) * self.mesh.size()
-        dim = self.placement.dim
-        edges = TensorParallelCut.by_chunk(self.shape[dim], self.mesh.size(), dim).edges
-        return tuple(
-            (*local_shape[:dim], stop - start, *local_shape[dim + 1 :]) for start, stop in itertools.pairwise(edges)
-        )
-
-    def wrap(self, local: torch.Tensor) -> torch.Tensor:
-        """Wrap this rank's part as the modules expect it: as a DTensor, or not at all."""
-        if not self.is_dtensor:
-            return local
-        return DTensor.from_local(
-            local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=self.stride
-        )
-
-    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of this rank's part; reduce it over ranks where autograd has left it partial."""
-        if not isinstance(grad, DTensor):
-            return grad
-        if tuple(grad.placements) != (self.placement,):
-            grad = grad.redistribute(placements=[self.placement])
-        local = grad.to_local()
-        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-
-
-def local_tensor(param: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's memory on this rank: a DTensor's local tensor, an extension's values, or itself."""
-    if isinstance(param, DTensor):
-        return param._local_tensor
-    return plain_values(param) if is_tensor_extension(param) else param
-
-
-GATHER_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
-"""The extension of FSDP2 by which a tensor class encodes its shards and wraps the gathered tensors."""
-
-
-def is_tensor_extension(param: torch.Tensor) -> bool:
-    """Return True if the class of a parameter gathers in its own way (`megatron_fsdp.formats.tensor_extensions`)."""
-    return any(hasattr(type(param), method) for method in GATHER_METHODS)
-
-
-def plain_values(extension: torch.Tensor) -> torch.Tensor:
-    """Return the one plain tensor that an extension flattens into."""
-    (inner,), _ = extension.__tensor_flatten__()  # type: ignore[attr-defined]
-    values: torch.Tensor = getattr(extension, inner)
-    return values
-
-
-def part_of(name: str, param: torch.Tensor, mesh: DeviceMesh | None) -> TensorParallelPart | None:
-    """Return the tensor-parallel part that a parameter is; None for a plain tensor without tensor-parallel ranks.
-
-    DTensors over another mesh, and placements that are neither a plain `Shard` nor `Replicate`, are refused.
-    """
-    if isinstance(param, DTensor):
-        return _part_of_dtensor(name, param, mesh)
-    if mesh is None or mesh.size() == 1:
-        return None
-    dim = _partition_dim(param)
-    shape = list(param.shape)
-    if dim is not None:
-        shape[dim] *= mesh.size()
-    placement: TensorPlacement = Replicate() if dim is None else Shard(dim)
-    stride = torch.empty(shape, device="meta").stride()
-    return TensorParallelPart(mesh, placement, torch.Size(shape), tuple(stride), is_dtensor=False)
-
-
-@real_values()
-def _part_of_dtensor(name: str, param: DTensor, mesh: DeviceMesh | None) -> TensorParallelPart:
-    if mesh is None:
-        raise ConfigurationError(
-            f"{name} is a DTensor over the mesh dimensions {param.device_mesh.mesh_dim_names} already; pass "
-            "device_mesh with that dimension and name it by tp_dim"
-        )
-    own = param.device_mesh
-    if own.ndim != 1 or own.mesh.tolist() != mesh.mesh.tolist():
-        raise ConfigurationError(
-            f"{name} is a DTensor over the ranks {own.mesh.tolist()}, but tp_dim has the ranks {mesh.mesh.tolist()} "
-            "here; parallelize modules over exactly the tensor-parallel mesh, and leave data parallelism to fully_shard"
-        )
-    placement = param.placements[0]
-    if type(placement) not in (Shard, Replicate):
-        raise ConfigurationError(f"{name} is placed as {placement} over tensor-parallel ranks; use Shard or Replicate")
-    return TensorParallelPart(own, placement, param.shape, tuple(param.stride()), is_dtensor=True)
-
-
-def _partition_dim(param: torch.Tensor) -> int | None:
-    """Return the dimension that Megatron's layers mark as cut over tensor-parallel ranks, or None."""
-    mode = getattr(param, "_tensor_parallel_mode", None)
-    if mode in ("column", "row"):
-        return 0 if mode == "column" else 1
-    dim = getattr(param, "partition_dim", -1)
-    return int(dim) if getattr(param, "tensor_model_parallel", False) and dim >= 0 else None
 
 
 @dataclass(frozen=True)
@@ -186,11 +64,6 @@ class GroupPlan:
         return self.rank_mesh.axes
 
     @property
-    def flat(self) -> FlatAxis | None:
-        """Both axes of a hybrid mesh as one, where gradients are added rank by rank."""
-        return self.rank_mesh.flat
-
-    @property
     def offloads_compute(self) -> bool:
         """True if this rank's shard of the compute weights is offloaded."""
         return Placement.SHARD in self.placements.compute_weight and self.offload.compute_weights > 0
@@ -209,11 +82,6 @@ class GroupPlan:
     def axis(self) -> Axis:
         """The sharding axis."""
         return self.axes[-1]
-
-    @property
-    def num_shards(self) -> int:
-        """Number of parts that main weights are cut into."""
-        return shard_count(self.placements.main_weight, self.axes)
 
     @property
     def requires_grad(self) -> bool:
@@ -392,8 +260,11 @@ class Sharding:
 
     def plan_group(self, spec: ParameterGroupSpec, parts: tuple[TensorParallelPart | None, ...]) -> GroupPlan:
         """Plan layout, dtypes, placements and factors of one group, whose parameters were cut as `parts` before."""
-        placements = self._placements(spec.key)
-        own = spec.key.dtype
+        own, placements = spec.key.dtype, self.placements
+        if spec.key.is_scalar:
+            placements = placements.of_scalars()
+        elif not spec.key.requires_grad:
+            placements = placements.of_frozen()
         compute = self._compute_dtype(own)
         precision = ResolvedPrecision(compute, own, own, own, has_main_copy=compute != own)
         if spec.key.requires_grad:
@@ -416,9 +287,7 @@ class Sharding:
         """Plan the training of a group that was frozen: weights stay where they are, gradients are added."""
         key = replace(plan.spec.key, requires_grad=True)
         infos = tuple(replace(info, key=key) for info in plan.spec.parameters)
-        precision = self.precision(key)
-        spec = ParameterGroupSpec(key, infos)
-        return replace(plan, spec=spec, precision=precision, reduction=self._reduction(precision))
+        return self.plan_again(replace(plan, spec=ParameterGroupSpec(key, infos)))
 
     def plan_again(self, plan: GroupPlan) -> GroupPlan:
         """Plan the reduction of a group that another sharding has planned, whose weights stay as they are."""
@@ -468,6 +337,8 @@ class Sharding:
         itemsize = 1 if form is not None and form.stays_encoded else spec.key.dtype.itemsize
 
         def plan(shapes: Sequence[Sequence[int]]) -> Layout:
+            # Tensors begin at addresses that vector loads want, and at a block of the format, whose elements share a
+            # scale.
             return plan_layout(
                 shapes,
                 num_shards,
@@ -486,11 +357,6 @@ class Sharding:
         if all(len(set(shapes)) == 1 for shapes in by_parameter):
             return layout, ()
         return layout, tuple(map(plan, zip(*by_parameter, strict=True)))
-
-    def _placements(self, key: GroupKey) -> Placements:
-        if key.is_scalar:
-            return self.placements.of_scalars()
-        return self.placements if key.requires_grad else self.placements.of_frozen()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -658,22 +524,3 @@ def with_offload(planned: list[list[GroupPlan]], offload: Offload) -> list[list[
     numels = [sum(group.layout.numel for group in unit) for unit in planned]
     by_unit = zip(offload_by_unit(offload, numels), planned, strict=True)
     return [[replace(group, offload=own) for group in unit] for own, unit in by_unit]
-
-
-def looked_up(module: nn.Module) -> frozenset[str]:
-    """Return the canonical names of the parameters that only `nn.Embedding` modules without hooks hold.
-
-    Their gradient is made of indices and of the gradient of what was looked up: the backward of a unit that is such a
-    module needs no weights. Hooks may compute with the weights, and are counted where they are there before wrapping:
-    later ones see sharded parameters.
-    """
-    owners, looking = parameter_owners(module), set()
-    for inner in module.modules():
-        if type(inner) is nn.Embedding and not any(getattr(inner, name) for name in _HOOKS):
-            looking.add(inner)
-    return frozenset(
-        name for name, param in module.named_parameters() if looking.issuperset(owner for owner, _ in owners[id(param)])
-    )
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -20,7 +20,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as 
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.engine import Engine, ForwardCall, live_engine
+from megatron_fsdp.engine.engine import Engine, ForwardCall, alive
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError, ShardOperationError
 from megatron_fsdp.sharding.units import ROOT_UNIT
@@ -93,7 +93,7 @@ class _UnitModule(NamedTuple):
 def _pre_forward(reference: weakref.ref[Engine], entry: _UnitModule, _module: nn.Module, _args: Any) -> None:
     if entry.watch is not None:
         entry.watch.begin()
-    engine = live_engine(reference)
+    engine = alive(reference)
     if entry.unit not in engine.full_units:
         with outside_of_transforms():
             engine.pre_forward(entry.unit, entry.module_index)
@@ -156,7 +156,7 @@ class _RootForward:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Begin the root's forward, unless it runs."""
-        scheduler = live_engine(self._reference).scheduler
+        scheduler = alive(self._reference).scheduler
         # In backward it is a recomputation, inside of the forward that the root has begun long before.
         opens = not scheduler.in_forward and not scheduler.in_backward
         if opens:
@@ -225,7 +225,7 @@ def _refuse_opaque(engine: Engine, unit_index: int, inputs: Any, output: Any) ->
 
 def _pre_backward(reference: weakref.ref[Engine], call: ForwardCall, _grad: torch.Tensor) -> None:
     with outside_of_transforms():
-        live_engine(reference).pre_backward(call)
+        alive(reference).pre_backward(call)
 
 
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"_buffers"}

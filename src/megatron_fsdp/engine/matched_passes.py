@@ -14,7 +14,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_fsdp.comm.agreement import gather_over
-from megatron_fsdp.engine.engine import Engine, ForwardCall, Pass, engine_of_model, live_engine
+from megatron_fsdp.engine.engine import Engine, ForwardCall, Pass, alive, engine_of_model
 from megatron_fsdp.engine.hooks import announcing_backward
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.ordered_schedule import OrderedScheduler, UnitOrder
@@ -77,14 +77,10 @@ def _unit_around(unit: Unit, unit_of: Mapping[str, int]) -> int:
     return ROOT_UNIT
 
 
-def match_passes(engine: Engine) -> None:
-    """Make the ranks of an engine agree on every pass, so that each rank runs all passes of the others, too."""
-    engine.on_pass = MatchedPasses(engine).begin
-
-
 class MatchedPasses:
-    """The passes of one model, as its ranks agree on them. See Note [Weak references] in `engine.py`.
+    """The passes of one model, on each of which its ranks agree, so that every rank runs all passes of the others, too.
 
+    See Note [Weak references] in `engine.py`.
     Between two syncs ranks may run different numbers of forwards and backwards; a sync (a step, a norm of gradients,
     `meet_ranks`) begins when all of them have come to it.
     """
@@ -101,7 +97,7 @@ class MatchedPasses:
         """
         if self._filling:
             return
-        engine = live_engine(self._engine)
+        engine = alive(self._engine)
         scheduler = engine.scheduler
         assert isinstance(scheduler, OrderedScheduler)
         while True:

@@ -1,16 +1,5 @@
 """The memory of a model: flat buffers that stay, on the device or offloaded, and blocks that a step borrows.
 
-A flat buffer (`FlatBuffer`) holds this rank's region of the weights or gradients of a parameter group, on the device or
-offloaded to host memory (`allocate`). An optimizer sees main weights and gradients where they are, and steps offloaded
-ones on the host. Copies between host and device run on two streams of their own, one for each direction:
-
-    sharded compute weights (host)  -> copied ->  their place in the full weights (device)  -> all-gathered, in place
-    reduced gradient (device)       -> copied ->  main gradient (host); added to what is there on the device
-    main weights (host)             -> copied, cast ->  compute weights
-
-The host may read and write offloaded memory at any time, so it waits for copies: for gradients when a backward ends,
-for weights when a forward or backward ends and when they are installed.
-
 Collectives read and write borrowed memory: slots for gathered weights, buckets and scratch for gradients. All of it
 comes from one `CommunicationPool`: block by block when it is needed, or, where addresses have to stay, as one stretch
 that is taken at wrap time and in which the same block lies at the same offset on every rank.
@@ -30,6 +19,19 @@ from torch.distributed.tensor import DTensor
 from megatron_fsdp.engine.memory_plan import PoolPlan, Use, WeightPlan, WeightStorage
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Region
+
+# Note [Offloaded state]
+#
+# A flat buffer is on the device, or offloaded to host memory (`allocate`). An optimizer sees main weights and gradients
+# where they are, and steps offloaded ones on the host. Copies between host and device run on two streams of their own,
+# one for each direction:
+#
+#     sharded compute weights (host)  -> copied ->  their place in the full weights (device)  -> all-gathered, in place
+#     reduced gradient (device)       -> copied ->  main gradient (host); added to what is there on the device
+#     main weights (host)             -> copied, cast ->  compute weights
+#
+# The host may read and write offloaded memory at any time, so it waits for copies: for gradients when a backward ends,
+# for weights when a forward or backward ends and when they are installed (`Executor.settle_offload`).
 
 
 class FlatBuffer:
@@ -105,34 +107,6 @@ def allocate(offloads: bool, numel: int, dtype: torch.dtype, device: torch.devic
     if offloads:
         return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
     return torch.zeros(numel, dtype=dtype, device=device)
-
-
-class StateMemory:
-    """Host memory of one parameter group's offloaded optimizer state, as far as it is shaped as the parameters.
-
-    A step works on copies on the device, unit by unit.
-    """
-
-    def __init__(self, layout: Layout, region: Region, device: torch.device) -> None:
-        """Allocate nothing yet: names and dtypes of states are known after the first step."""
-        self._layout, self._region, self._device = layout, region, device
-        self._buffers: dict[tuple[str, torch.dtype], FlatBuffer] = {}
-        self._shard_views: dict[tuple[str, int], torch.Tensor] = {}
-
-    def place(self, key: str, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the host tensor of a state of parameter `index`; the same one every time for a dtype."""
-        found = self._shard_views.get((key, index))
-        if found is None or found.dtype != dtype:
-            buffer = self._buffers.get((key, dtype))
-            if buffer is None:
-                memory = allocate(True, self._region.numel, dtype, self._device)
-                buffer = self._buffers[key, dtype] = FlatBuffer(self._layout, self._region, memory)
-            found = self._shard_views[key, index] = buffer.local_shard(index)
-        return found
-
-    def borrow(self, value: torch.Tensor) -> torch.Tensor:
-        """Return memory on the device for a copy of a state, uninitialised."""
-        return torch.empty_like(value, device=self._device, pin_memory=False)
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -267,12 +241,10 @@ class CommunicationPool:
         return Block(part.numel(), self._device, part) if fits and part is not None else Block(num_bytes, self._device)
 
 
-class BucketPool:
+class BlockPool:
     """A few blocks that are borrowed and given back, each as long as its borrower needs.
 
-    Where all `count` are out, or as many bytes as those of usual size have, `make_room` is called: it gives some back,
-    or returns False where nothing can be waited for. Then the pool grows: several units that fill at once each need
-    one. So an embedding or a head, several times as large as a block, does not overlap with its neighbour.
+    `make_room` gives some back, or returns False where nothing can be waited for.
     """
 
     def __init__(
@@ -291,12 +263,15 @@ class BucketPool:
     def borrow(self, num_bytes: int | None = None) -> Block:
         """Borrow a block; make room first where all, or too many bytes, are out."""
         needed = self._num_bytes if num_bytes is None else num_bytes
+        # An embedding or a head, several times as large as a block, is counted by its bytes: it does not overlap with
+        # its neighbour. Where nothing can be waited for the pool grows: several units that fill at once each need one.
         while self._is_full(needed) and self._make_room():
             pass  # also where the pool grew once: there may be free blocks besides those out
         if not self._free or len(self._made) < self._count:  # their number must not depend on when others come back
             self._made.append(self._pool.make(self._use, len(self._made), self._num_bytes))
             self._free.insert(0, self._made[-1])
         block = self._free.pop(0)
+        # A long one takes the memory of those that nobody uses now, which the next units take again.
         if needed > self._usual_bytes:
             for idle in self._free:
                 idle.empty()

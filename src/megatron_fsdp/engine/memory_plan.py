@@ -205,7 +205,7 @@ def plan_memory(
         if not (forward or backward):  # nothing is gathered ahead, as with overlap_param_gather=False
             depth = 0
         if options.may_grow:
-            slots = max(slots, depth + 1)
+            slots = max(slots, depth + 1)  # of the units ahead, and of the one in use
         forward = backward = min(depth, slots - 1)
         buckets = bucket_count(options.communication_unit_numel, units)
     weights = plan_weights(options.allocator, [_weights_of(unit) for unit in units], slots, options.is_persistent)
@@ -230,6 +230,7 @@ def plan_memory(
             if any(group.shards_compute_weights for group in units[unit])
         ),
     )
+    # Where none is reduced before the backward ends, all units fill a bucket at a time.
     at_a_time = buckets if reduces_early else max(buckets, sum(schedule.trainable[ROOT_UNIT + 1 :]))
     pool = plan_pool(_block_sizes(weights, buckets, at_a_time, units)) if options.is_persistent else None
     return MemoryPlan(options.allocator, weights, schedule, buckets, options.may_grow, pool)
@@ -244,6 +245,7 @@ def _block_sizes(
     fill before any is reduced.
     """
     own = weights.units_in(WeightStorage.OWN)
+    # A unit has one bucket, in which its groups lie one behind another.
     needed = [pack_bytes([group.bucket_bytes for group in unit])[1] for unit in units]
     scratch = max(needed) if any(group.exchanges_inner for group in chain.from_iterable(units)) else 0
     outer_buffer = max((outer_buffer_offsets(unit)[1] for unit in units), default=0)

@@ -123,18 +123,15 @@ ON_REQUEST = frozenset({Phase.AGREE, Phase.NORM, Phase.WHOLE})
 
 
 class Observers:
-    """The observers of one model, as one; false if there are none."""
+    """The observers of one model, as one."""
 
     def __init__(self) -> None:
         self.watching: tuple[Observer, ...] = ()  # in the order in which they were added
-        self.active = False  # the truth of this object as an attribute, for code that runs for every gradient
+        self.active = False  # there is any; asked before each report, so that none costs a truth value
         self.words = WRAPPER_WORDS
         self._next = 0
         self._computing: list[int] = []  # the unit whose backward computes, if any
         self.steps = 0  # how often weights have been installed while there were observers
-
-    def __bool__(self) -> bool:
-        return self.active
 
     def add(self, observer: Observer) -> None:
         """Add an observer."""
@@ -167,17 +164,17 @@ class Observers:
     @contextmanager
     def during(self, phase: Phase, unit: int) -> Iterator[None]:
         """Report begin and end of a phase around a block."""
-        if self:
+        if self.active:
             self.begins(phase, unit)
         try:
             yield
         except BaseException as error:
-            if self:
+            if self.active:
                 self.fails(phase, unit, error)
             if phase in ON_REQUEST:
                 explain(error, f"during {phase.value}, which every rank has to call", self)
             raise
-        if self:
+        if self.active:
             self.ends(phase, unit)
 
     def backward_pauses(self) -> None:
@@ -214,10 +211,6 @@ class Observers:
         for observer in self.watching:
             observer.forgets()
 
-    def explanations(self) -> list[str]:
-        """Return the explanations for an error of communication that just happened."""
-        return [text for text in (observer.explains() for observer in self.watching) if text]
-
     def number(self) -> int:
         """Return a number for a new collective."""
         self._next += 1
@@ -251,7 +244,7 @@ def explain(error: BaseException, where: str, observers: Observers) -> None:
     if hasattr(error, "__explained__"):
         error.add_note(where)
         return
-    explanations = observers.explanations()
+    explanations = [text for text in (observer.explains() for observer in observers.watching) if text]
     missing = missing_ranks(error, where)
     advice = f"{where}; {missing}{_HANG_ADVICE.format(join=observers.words.join)}"
     words = [where, *explanations] if explanations else [advice]

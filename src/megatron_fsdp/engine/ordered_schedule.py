@@ -146,9 +146,8 @@ class OrderedScheduler(Scheduler):
         self,
         unit: int,
         needs_backward: bool,  # noqa: ARG002 (ranks agree on it for the whole pass)
-        failed: bool = False,  # noqa: ARG002 (then it skips the rest of the pass)
     ) -> tuple[int, tuple[Operation, ...]]:
-        """End this rank's call; the root's end gathers the units that are left."""
+        """End this rank's call; the root's end gathers the units that are left, also after one that failed."""
         while self._calls_running and self._calls_running.pop() != unit:
             pass
         self._number += 1
@@ -192,15 +191,12 @@ class OrderedScheduler(Scheduler):
         operations = self._begin_root_backward(self._weights_version)
         if unit in self._begun_backward:
             return operations + self._again(unit)
-        waiting = [other for other in self._until(unit) if other not in self._begun_backward]
+        waiting = [other for other in self._backward[: self._backward.index(unit)] if other not in self._begun_backward]
         if call <= self._number and any(self._last_call.get(other, call) < call for other in waiting):
             return operations + self._again(unit)  # it was called again, and theirs come before its turn
         self._begun_backward |= {*waiting, unit}
         behind = [operation for other in (*waiting, unit) for operation in self._backward_of(other)]
         return operations + self._checked(behind)
-
-    def _until(self, unit: int) -> tuple[int, ...]:
-        return self._backward[: self._backward.index(unit)]
 
     def _backward_of(self, unit: int) -> tuple[Operation, ...]:
         return super().backward_begins(unit, self._weights_version)

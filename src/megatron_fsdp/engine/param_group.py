@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.axis import address_of, addresses_of, has_values
 from megatron_fsdp.dtensor.reduction import unite_gradients
-from megatron_fsdp.dtensor.shard_spec import ShardSpec, describe_chunks
+from megatron_fsdp.dtensor.shard_spec import ShardSpec, describe_chunks, local_tensor
 from megatron_fsdp.dtensor.tensor import DATA, UnevenDTensor, as_sharded, register_with_torch, swap_tensors
 from megatron_fsdp.engine.gradients import (
     DECOUPLED,
@@ -27,8 +27,8 @@ from megatron_fsdp.engine.gradients import (
     get_grad,
     plain_attributes,
 )
-from megatron_fsdp.engine.group_plan import GroupPlan, Sharding, local_tensor
-from megatron_fsdp.engine.memory import FlatBuffer, StateMemory, allocate, full_view, on_device, shard_view
+from megatron_fsdp.engine.group_plan import GroupPlan, Sharding
+from megatron_fsdp.engine.memory import FlatBuffer, allocate, full_view, on_device, shard_view
 from megatron_fsdp.engine.weight_quantizer import EncodedBuffer, WeightQuantizer, WrappingQuantizer
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.mesh import RankMesh
@@ -43,13 +43,7 @@ from megatron_fsdp.sharding.placement import Region, held_region
 
 
 class WeightBuffers:
-    """Compute weights and main weights, in the same memory where dtype and placement allow it.
-
-    `compute` is in the compute dtype, or the bytes of a weight format where they are gathered into slots: sharded under
-    strategy 3, else full (and, under 1 and 2, up to date only in this rank's part between an optimizer step and the
-    next gather). `main` is in the main dtype: full under strategy 0, else this rank's part. With a weight format, into
-    which `quantizer` encodes, main weights always have memory of their own, since encoding rounds.
-    """
+    """Compute weights and main weights, in the same memory where dtype and placement allow it."""
 
     def __init__(self, plan: GroupPlan, quantizer: WeightQuantizer | None) -> None:
         """Allocate both buffers."""
@@ -59,6 +53,7 @@ class WeightBuffers:
         self.quantizer = quantizer
         self.is_encoded = plan.is_encoded
         self.is_offloaded = plan.offloads_compute
+        # With a weight format main weights always have memory of their own, since encoding rounds.
         self.main_lies_in_compute = self.quantizer is None and not plan.has_main_copy
         self._is_stale = False  # the compute weights are not encoded from what was stored last
         self.seen_version = -1  # of the main weights, as they were last installed
@@ -70,6 +65,9 @@ class WeightBuffers:
     def _use(self, plan: GroupPlan, memory: torch.Tensor) -> None:
         """Make the compute weights of memory, and the main weights that lie in it."""
         layout = plan.layout
+        # In the compute dtype, or the bytes of a weight format where they are gathered into slots. Sharded under
+        # strategy 3, else full (and, under 1 and 2, up to date only in this rank's part between an optimizer step and
+        # the next gather). Main weights are full under strategy 0, else this rank's part.
         held = held_region(layout.numel, plan.placements.compute_weight, plan.axes)
         self.compute = FlatBuffer(layout, held, memory)
         if self.quantizer is not None and plan.is_encoded:
@@ -121,7 +119,7 @@ class WeightBuffers:
         if self.quantizer is not None:
             write = self.quantizer.encode if self.is_encoded else self.quantizer.round_into
             out = self.compute.view_of(self.main.region)
-            # Offloaded bytes are encoded on the device, and copied out.
+            # Offloaded bytes are encoded on the device, and copied out. See Note [Offloaded state] in `memory.py`.
             made = torch.empty_like(out, device=self._device) if self.is_offloaded else out
             write(on_device(self.main.local.detach(), self._device), self.main.region, made)
             if made is not out:
@@ -206,8 +204,7 @@ class ParameterGroup:
         self.weights = WeightBuffers(plan, quantizer)
         # None for a group that has been frozen since it was made
         self.gradients = GradientBuffers(plan) if plan.requires_grad else None
-        # of offloaded optimizer state; None: the optimizer allocates it
-        self.state_memory = self._make_state_memory()
+        self.state_memory: Any = None  # of offloaded optimizer state, which optim/ allocates at the first step
         self.trainable = [plan.requires_grad] * len(originals)  # whether each takes gradients, as the ranks last agreed
         self.trained_since_attach = list(self.trainable)  # whether each took any since gradients were last attached
         self.grad_attribute: GradAttribute = GRAD  # attribute of the sharded parameters that holds their gradient
@@ -370,23 +367,15 @@ class ParameterGroup:
         self.note_installed()
 
     def begin_training(self, plan: GroupPlan) -> None:
-        """Allocate main weights, gradients and state of a frozen group; its compute weights stay where they are."""
+        """Allocate main weights and gradients of a frozen group; its compute weights stay where they are."""
         self.plan = plan
         if plan.has_main_copy:
             shared, self.weights.main = self.weights.main, _main_buffer(plan)
             self.weights.main.local.copy_(shared.local)
             self.weights.main_lies_in_compute = False
             self._move_sharded()
-        self.state_memory = self._make_state_memory()
         self.gradients = GradientBuffers(plan)
         self.gradients.grad_attribute = self.grad_attribute
-
-    def _make_state_memory(self) -> StateMemory | None:
-        """Return memory for offloaded optimizer state; None if the optimizer allocates it beside main weights."""
-        plan = self.plan
-        if not plan.offload.optimizer_state or not plan.requires_grad or plan.offloads_main:
-            return None
-        return StateMemory(plan.layout, self.weights.main.region, plan.device)
 
     def decouple_gradients(self) -> None:
         """Show gradients as `.decoupled_grad`, in the dtype they are accumulated in, and leave `.grad` None."""
@@ -410,7 +399,8 @@ class ParameterGroup:
         assert self.plan.sharding is not None
         self.plan = change(self.plan.sharding).plan_again(self.plan)
         if self.gradients is not None:
-            self.gradients.precision, self.gradients.reducer.reduction = self.plan.precision, self.plan.reduction
+            self.gradients.precision = self.plan.precision
+            self.gradients.reducer.change_format(self.plan)
             self.gradients.bucket_views.clear()
 
     def describe_shard(self, index: int, shard: torch.Tensor) -> DTensor:
@@ -623,6 +613,8 @@ def _of_autograd(
         # Autograd adds what this returns to `.grad` in place. See Note [Who owns a main gradient].
         alive.gradients.detach_main_gradient(index, alive.sharded[index])
     sharded_grad = as_sharded(grad, shard_spec)  # the backward of a reduction gives gradients of the global shape
+    # Each rank has its own gradient of the same quantity, such as `w.norm()`: they are averaged, or have to be equal
+    # where gradients of ranks are added up.
     if not shard_spec.copy_groups:
         return sharded_grad
     return UnevenDTensor.wrap(unite_gradients(sharded_grad, shard_spec.copy_groups, shard_spec.adds_up), shard_spec)

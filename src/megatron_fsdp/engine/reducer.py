@@ -6,17 +6,21 @@ Where the gradients of a hybrid mesh are added rank by rank, the first stage goe
 each its own part of every rank's gradient; the second one gathers the sums where outer ranks hold the same.
 
 A stage is a launch, which starts the collective, and a function that returns its result once that is done.
+
+How gradients look while they are sent is decided here alone: `encode` writes them into a bucket, `reduce_outer` encodes
+partly reduced ones, and a stage's result, times `factor`, is what they decode to. Their bytes are `bucket_bytes` and
+`outer_buffer_bytes` of `GroupPlan`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from megatron_fsdp.comm.axis import Axis, add_up_into, sum_received
+from megatron_fsdp.comm.axis import Axis, add_up_into, put_scaled, sum_received
 from megatron_fsdp.comm.streams import Launch
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.sharding.placement import Placement, held_region
@@ -42,7 +46,7 @@ class GradientReducer:
         axes, placement = plan.axes, plan.placements.main_grad
         self._outer = axes[0] if len(axes) > 1 else None
         self._inner = plan.axis
-        self._flat = plan.flat
+        self._flat = plan.rank_mesh.flat  # both axes as one
         self._numel = plan.layout.numel
         # what each of the two stages leaves on this rank; the same where the gradient is not sharded over outer ranks
         self.first_region, self.main_region = plan.inner_region, plan.main_region
@@ -51,7 +55,12 @@ class GradientReducer:
             self.first_region = held_region(self._numel, [first] * len(axes), axes)
         # the first stage is an all-to-all and a local sum, and needs scratch
         self.exchanges_inner = plan.exchanges_inner
-        self.reduction = plan.reduction  # may be replaced between backwards
+        self.change_format(plan)
+
+    def change_format(self, plan: GroupPlan) -> None:
+        """Send gradients as a plan says, from the next backward on."""
+        self.reduction = plan.reduction
+        self._comm_dtype = plan.precision.grad_comm
 
     @property
     def reduces_outer(self) -> bool:
@@ -74,15 +83,30 @@ class GradientReducer:
     def factor(self) -> float:
         """Factor that the final result is multiplied by."""
         factor = self.reduction.post_factor
-        if self._averages:  # a local sum averages nothing
+        if self.reduction.op == "avg":  # a local sum averages nothing
             factor /= self._inner.num_ranks if self.exchanges_inner else 1
             if self.scatters_outer and self._outer is not None and self._outer.exchanges_pairwise:
                 factor /= self._outer.num_ranks
         return factor
 
+    # ---- the gradient format ------------------------------------------------------------------------------------
+
     @property
-    def _averages(self) -> bool:
-        return self.reduction.op == "avg"
+    def encodes_by_cast(self) -> bool:
+        """True if `encode` is a copy with a cast, which a hook may do by itself."""
+        return self.reduction.pre_factor == 1.0
+
+    def encode(self, grad: torch.Tensor, out: torch.Tensor, adds: bool = False) -> None:
+        """Write a gradient into its part of a bucket as it is sent, or add it to another one there."""
+        factor = self.reduction.pre_factor
+        if adds:
+            out.add_(grad, alpha=factor)
+        elif factor == 1.0:
+            out.copy_(grad)
+        else:
+            put_scaled(grad, factor, out)
+
+    # ---- the collectives ----------------------------------------------------------------------------------------
 
     def reduce_inner(self, bucket: torch.Tensor, scratch: torch.Tensor | None) -> Stage:
         """Reduce a bucket (numel,) in the communication dtype over the inner ranks.
@@ -90,7 +114,7 @@ class GradientReducer:
         `scratch` is the same again where `exchanges_inner`, else None. The stage's result is (first_region.numel,), as
         are its rows.
         """
-        axis, average = self._inner, self._averages
+        axis, average = self._inner, self.reduction.op == "avg"
         if self._flat is not None:
             axis = self._flat.axis
             if self.scatters_inner:
@@ -112,23 +136,25 @@ class GradientReducer:
             return _in_rows(axis, scratch, partial(axis.exchange, scratch, bucket))
         return _native(axis, bucket, self.first_region.numel, average)
 
-    def reduce_outer(self, sums: torch.Tensor, received: torch.Tensor | None = None) -> Stage:
-        """Reduce sums (first_region.numel,) in the communication dtype over the outer ranks; they are overwritten.
+    def reduce_outer(self, sums: torch.Tensor, outer_buffer: Sequence[torch.Tensor]) -> Stage:
+        """Reduce partly reduced gradients (first_region.numel,) over the outer ranks; they may be overwritten.
 
-        The stage's result is (main_region.numel,). `received` is memory of the same shape for an exchange, which
-        otherwise allocates some.
+        The stage's result is (main_region.numel,). `outer_buffer`: memory of the same shape in the communication dtype
+        to send from, and for an exchange to receive into; empty: it is allocated.
         """
-        axis, average = self._outer, self._averages
+        axis, average = self._outer, self.reduction.op == "avg"
         assert axis is not None
         if self._flat is not None:
             # The first stage has summed over all ranks; this only spreads the sums to outer ranks that hold the same
-            # part.
+            # part, and must not round them.
             whole = sums.new_empty(self.main_region.numel)
             return Stage(partial(axis.gather_rows, whole, sums), lambda: whole, (sums, whole))
+        if not self.reduction.one_by_one:  # they are scaled already
+            sums = outer_buffer[0].copy_(sums) if outer_buffer else sums.to(self._comm_dtype)
         if not self.scatters_outer:
             return Stage(partial(axis.all_reduce, sums, average), lambda: sums, (sums,))
         if axis.exchanges_pairwise:
-            received = torch.empty_like(sums) if received is None else received
+            received = outer_buffer[1] if len(outer_buffer) > 1 else torch.empty_like(sums)
             stage = _in_rows(axis, received, partial(axis.exchange, received, sums))
             return stage._replace(memory=(sums, received))
         stage = _native(axis, sums, self.main_region.numel, average)

@@ -281,13 +281,8 @@ class Scheduler:
             return self._need(unit, self._backward_order, self.config.backward_prefetch_units)
         return self._need(unit, self._forward_order, self.config.forward_prefetch_units)
 
-    def forward_ends(
-        self,
-        unit: int,
-        needs_backward: bool,
-        failed: bool = False,  # noqa: ARG002
-    ) -> tuple[int, tuple[Operation, ...]]:
-        """End a unit's forward, also one that `failed`; `needs_backward`: it will have a backward.
+    def forward_ends(self, unit: int, needs_backward: bool) -> tuple[int, tuple[Operation, ...]]:
+        """End a unit's forward, also one that failed; `needs_backward`: it will have a backward.
 
         Returns the version of the weights that it used, to be handed to `backward_begins`, and operations.
         """
@@ -408,7 +403,7 @@ class Scheduler:
         self._step_length.note_step()
         for state in self._units:
             state.open_forwards = 0
-        return tuple(operation for unit in range(len(self._units)) for operation in self._reshard(unit))
+        return self.weights_may_have_changed()
 
     def weights_may_have_changed(self) -> tuple[Operation, ...]:
         """Reshard all units between passes: a replayed graph may have changed weights, and unsharded units are unknown.
@@ -497,12 +492,14 @@ class Scheduler:
 
     def _need(self, unit: int, order: RecordedOrder, depth: int) -> tuple[Operation, ...]:
         """Unshard the unit (unless it is unsharded), then those expected next, then wait for the unit."""
+        # Recorded in every pass, and predicts the next one; a pass that leaves it unshards on demand until it ends.
         order.note(unit)
         self._clock += 1
         if not self.config.gathers:
             return ()
         upcoming = order.upcoming(depth)
         state = self._units[unit]
+        # First what is needed now: all-gathers run in the order in which they are launched.
         operations = self._unshard(unit, spare=(unit,), must=True)
         for position, ahead in enumerate(upcoming):
             # It must not evict what is needed sooner.

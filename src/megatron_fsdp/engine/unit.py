@@ -48,6 +48,14 @@ class Owner(NamedTuple):
             set_parameter(module, self.attribute, param)
 
 
+class TrainedGroup(NamedTuple):
+    """A group with memory for gradients, and its position in its unit."""
+
+    number: int
+    group: ParameterGroup
+    gradients: GradientBuffers
+
+
 _Swap = tuple[Owner, dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter, bool]
 """(owner, its dictionary, its attribute, full parameter, sharded parameter, True if it is set directly)."""
 _version = attrgetter("_version")
@@ -151,9 +159,10 @@ class Unit:
         return is_inside or sync_scope is SyncScope.NOWHERE
 
     @property
-    def trained(self) -> list[tuple[int, ParameterGroup, GradientBuffers]]:
-        """The groups that take gradients, or did before they were frozen: position, group and gradient buffers."""
-        return [(at, group, group.gradients) for at, group in enumerate(self.groups) if group.gradients is not None]
+    def trained(self) -> list[TrainedGroup]:
+        """The groups that take gradients, or did before they were frozen."""
+        numbered = enumerate(self.groups)
+        return [TrainedGroup(at, group, group.gradients) for at, group in numbered if group.gradients is not None]
 
     @property
     def is_trainable(self) -> bool:
@@ -230,7 +239,7 @@ class Unit:
         for group, full in zip(self.groups, self.gathered, strict=True):
             # It sends what the gather over the outer ranks writes, on a stream of its own: so it goes behind that.
             after = self._outer_works
-            if group.weights.is_offloaded:
+            if group.weights.is_offloaded:  # See Note [Offloaded state] in `memory.py`.
                 fetched = copy_stream.submit(partial(group.weights.fetch, full))
                 self.works.append(fetched)
                 after = [*after, fetched]
@@ -368,8 +377,13 @@ class Unit:
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def bucket_of(self, group_index: int, block: Block) -> torch.Tensor:
-        """Return a group's slice of a bucket, (numel,) in the communication dtype."""
+    @property
+    def all_gather_bytes(self) -> int:
+        """Bytes of the full weights that are all-gathered; 0 if every rank holds them whole."""
+        return sum(plan.sent_bytes for plan in self.group_plans if plan.needs_all_gather)
+
+    def slice_of(self, group_index: int, block: Block) -> torch.Tensor:
+        """Return a group's slice of the unit's bucket or scratch, (numel,) in the communication dtype."""
         plan = self.groups[group_index].plan
         return block.view(self._bucket_offsets[group_index], plan.layout.numel, plan.precision.grad_comm)
 

@@ -51,12 +51,10 @@ class WeightQuantizer:
             self.format.encode(values, self._own(scales, index), codes)
 
     def decode(self, encoded: torch.Tensor, region: Region, out: torch.Tensor) -> None:
-        """Decode the bytes of a region into `out` (region.numel,), whose last bytes `encoded` may be.
-
-        A chunk's bytes lie at or behind its place in `out`, since no element takes more bytes encoded, and chunks come
-        in the order of their places: so none is overwritten before it is read.
-        """
+        """Decode the bytes of a region into `out` (region.numel,), whose last bytes `encoded` may be."""
         scales = self.format.scales(self.amaxes)
+        # A chunk's bytes lie at or behind its place in `out`, since no element takes more bytes encoded, and chunks
+        # come in the order of their places: so none is overwritten before it is read.
         for index, shard, codes in self._chunks(region, out, encoded):
             self.format.decode(codes, self._own(scales, index), shard)
 

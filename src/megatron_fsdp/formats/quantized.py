@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megatron_fsdp.engine.group_plan import is_tensor_extension
+from megatron_fsdp.dtensor.shard_spec import is_tensor_extension
 from megatron_fsdp.errors import ConfigurationError
 
 Rebuild = Callable[[Iterator[torch.Tensor]], Any]

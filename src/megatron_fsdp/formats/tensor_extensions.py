@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.group_plan import GATHER_METHODS, GroupPlan, ModelSharding
+from megatron_fsdp.dtensor.shard_spec import GATHER_METHODS
+from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding
 from megatron_fsdp.engine.memory import shard_view
 from megatron_fsdp.engine.weight_quantizer import WrappingQuantizer
 from megatron_fsdp.errors import ConfigurationError

@@ -21,7 +21,8 @@ from megatron_fsdp.config.engine_options import EngineOptions, resolve_skip_orde
 from megatron_fsdp.config.offload import resolve_offload
 from megatron_fsdp.config.precision import MixedPrecisionPolicy as Policy
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.group_plan import Sharding, local_tensor, part_of
+from megatron_fsdp.dtensor.shard_spec import local_tensor, part_of
+from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.unit import Owner
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, check_keys, warn_caller
 from megatron_fsdp.experimental.module import fully_shard_optimizer as connect

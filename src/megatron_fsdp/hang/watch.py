@@ -23,7 +23,6 @@ from megatron_fsdp.comm.processes import Process, this_process
 from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.config.switches import checked_timeout
 from megatron_fsdp.engine.engine import Engine, engine_of_model
-from megatron_fsdp.engine.executor import communicated_bytes
 from megatron_fsdp.engine.observer import ON_REQUEST, Observer, Phase, close_phase
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
@@ -131,7 +130,7 @@ class HangLog(Observer):
         if self._open and not self._open[-1].is_counted:
             inner = self._open[-1]
             inner.is_counted = True
-            self.ring.launch(inner.phase, inner.unit, communicated_bytes(inner.phase, self._units[inner.unit]))
+            self.ring.launch(inner.phase, inner.unit, _communicated_bytes(inner.phase, self._units[inner.unit]))
 
     # ---- the thread ----------------------------------------------------------------------------------------------
 
@@ -286,3 +285,19 @@ def _facts(units: Sequence[Unit]) -> tuple[UnitFacts, ...]:
         )
         for unit in units
     )
+
+
+def _communicated_bytes(phase: Phase, unit: Unit) -> int:
+    """Return the bytes that a phase communicates: of the full weights or the whole bucket, not of one rank's shard.
+
+    0 for phases that send only a few numbers.
+    """
+    if phase is Phase.GATHER:
+        return unit.all_gather_bytes
+    if phase is Phase.REDUCE:
+        return unit.bucket_bytes
+    if phase is Phase.GATHER_OUTER:
+        return sum(group.plan.sent_bytes for group in unit.groups if group.plan.gathers_outer)
+    if phase is Phase.REDUCE_OUTER:
+        return sum(group.plan.outer_buffer_bytes for group in unit.groups)
+    return 0

@@ -39,8 +39,8 @@ from megatron_fsdp.sharding.shards import Cut, ListedCut, ShardDescription, Tens
 
 BLOCK = 256
 """Elements that share a scale."""
-BUCKET_NUMEL = 1 << 20
-"""Elements that are computed at a time; decoded states are borrowed for one bucket of the step."""
+CHUNK_NUMEL = 1 << 20
+"""Elements that are computed at a time; decoded states are borrowed for one chunk."""
 
 _CODES, _SCALES = ("exp_avg_codes", "exp_avg_root_codes"), ("exp_avg_scales", "exp_avg_root_scales")
 _STEP = "step"
@@ -379,7 +379,7 @@ class _LocalShard:
     def update(self) -> None:
         """Update weights, codes, scales and the count of steps."""
         self._state[_STEP].add_(1)
-        step = BUCKET_NUMEL // BLOCK
+        step = CHUNK_NUMEL // BLOCK
         for first in range(self.first, self._last, step):
             self._update(first, min(first + step, self._last))
         skipped = self.scales.shape[1] - len(self._kept[0])

@@ -27,9 +27,11 @@ from megatron_fsdp.comm.streams import CommStream, Work, finish_stream, make_com
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.gradients import GRAD, get_grads
-from megatron_fsdp.engine.memory import StateMemory
+from megatron_fsdp.engine.memory import FlatBuffer, allocate
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.step import Step, engine_of, params_of
+from megatron_fsdp.sharding.layout import Layout
+from megatron_fsdp.sharding.placement import Region
 
 SHARDED_STATE: dict[type[Optimizer], frozenset[str]] = {
     torch.optim.ASGD: frozenset({"ax"}),
@@ -146,7 +148,7 @@ class _LocalTensors:
             pairs += zip(group["params"], (state for _, state in found), strict=True)
         self.state, self._shown = states, pairs
         if self._streams is not None:
-            return _StepBuckets(shown, groups, states, self._sharded, self._streams)
+            return _StepChunks(shown, groups, states, self._sharded, self._streams)
         return shown
 
     def _localise(self, params: Sequence[Tensor]) -> list[tuple[Tensor, State]] | None:
@@ -207,9 +209,37 @@ class _StateStreams:
         return stream.submit(copy)
 
 
+class StateMemory:
+    """Host memory of one parameter group's offloaded optimizer state, as far as it is shaped as the parameters.
+
+    A step works on copies on the device, unit by unit.
+    """
+
+    def __init__(self, layout: Layout, region: Region, device: torch.device) -> None:
+        """Allocate nothing yet: names and dtypes of states are known after the first step."""
+        self._layout, self._region, self._device = layout, region, device
+        self._buffers: dict[tuple[str, torch.dtype], FlatBuffer] = {}
+        self._shard_views: dict[tuple[str, int], torch.Tensor] = {}
+
+    def place(self, key: str, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the host tensor of a state of parameter `index`; the same one every time for a dtype."""
+        found = self._shard_views.get((key, index))
+        if found is None or found.dtype != dtype:
+            buffer = self._buffers.get((key, dtype))
+            if buffer is None:
+                memory = allocate(True, self._region.numel, dtype, self._device)
+                buffer = self._buffers[key, dtype] = FlatBuffer(self._layout, self._region, memory)
+            found = self._shard_views[key, index] = buffer.local_shard(index)
+        return found
+
+    def borrow(self, value: torch.Tensor) -> torch.Tensor:
+        """Return memory on the device for a copy of a state, uninitialised."""
+        return torch.empty_like(value, device=self._device, pin_memory=False)
+
+
 @dataclass(eq=False)
-class _StepBucket:
-    """A bucket of the step: parameters of one group with state in one place; `comes` is on its way to the device."""
+class _StepChunk:
+    """A chunk of the step: parameters of one group with state in one place; `comes` is on its way to the device."""
 
     group: dict[str, Any]
     memory: StateMemory | None
@@ -227,7 +257,7 @@ class _StepBucket:
         self.comes, self.work = [], None
 
 
-class _StepBuckets(list[dict[str, Any]]):
+class _StepChunks(list[dict[str, Any]]):
     """The groups of a step with offloaded state, which streams to the device and back, unit by unit.
 
     While a unit steps, the state of the next one comes and that of the one before goes. Memory for what comes is
@@ -249,51 +279,51 @@ class _StepBuckets(list[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._going: deque[tuple[Work, list[Tensor]]] = deque()
-        buckets = list(self._find_buckets())
+        chunks = list(self._find_chunks())
         try:
-            for bucket, following in itertools.zip_longest(buckets, buckets[1:]):
-                if bucket is buckets[0]:
-                    self._fetch(bucket)
+            for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
+                if chunk is chunks[0]:
+                    self._fetch(chunk)
                 self._let_go(1)
                 if following is not None:
                     self._fetch(following)
-                bucket.receive()
+                chunk.receive()
                 try:
-                    yield {**bucket.group, "params": [local for local, _ in bucket.members]}
+                    yield {**chunk.group, "params": [local for local, _ in chunk.members]}
                 finally:
-                    self._give_back(bucket)
+                    self._give_back(chunk)
         finally:
-            for bucket in buckets:
-                if bucket.work is not None:  # it came for nothing: the step has failed
-                    bucket.work.wait()
-                    bucket.comes.clear()
+            for chunk in chunks:
+                if chunk.work is not None:  # it came for nothing: the step has failed
+                    chunk.work.wait()
+                    chunk.comes.clear()
             self._let_go(0)
-        for device in {bucket.device for bucket in buckets}:
+        for device in {chunk.device for chunk in chunks}:
             finish_stream(device)  # the host may read offloaded state from here on
 
-    def _find_buckets(self) -> Iterator[_StepBucket]:
+    def _find_chunks(self) -> Iterator[_StepChunk]:
         for shown, group in zip(super().__iter__(), self._groups, strict=True):
             places = zip(shown["params"], map(memory_of, group["params"]), strict=True)
             by_place = itertools.groupby(places, key=lambda place: (place[1][0], place[0].device))
             for (memory, device), members in by_place:
-                yield _StepBucket(shown, memory, device, [(local, index) for local, (_, index) in members])
+                yield _StepChunk(shown, memory, device, [(local, index) for local, (_, index) in members])
 
-    def _fetch(self, bucket: _StepBucket) -> None:
-        """Start to copy the state of a bucket to the device."""
-        memory, pairs = bucket.memory, []
-        for local, _ in bucket.members if memory is not None else ():
+    def _fetch(self, chunk: _StepChunk) -> None:
+        """Start to copy the state of a chunk to the device."""
+        memory, pairs = chunk.memory, []
+        for local, _ in chunk.members if memory is not None else ():
             assert memory is not None
             state = self._states[local]
             for key in _tensors(state, self._sharded):
                 pairs.append((state[key], memory.borrow(state[key])))
-                bucket.comes.append((state, key, pairs[-1][1]))
+                chunk.comes.append((state, key, pairs[-1][1]))
         if pairs:
-            bucket.work = self._streams.copy(bucket.device, "state comes", pairs)
+            chunk.work = self._streams.copy(chunk.device, "state comes", pairs)
 
-    def _give_back(self, bucket: _StepBucket) -> None:
-        """Start to copy the state of a bucket back to the host."""
-        memory, pairs = bucket.memory, []
-        for local, index in bucket.members if memory is not None else ():
+    def _give_back(self, chunk: _StepChunk) -> None:
+        """Start to copy the state of a chunk back to the host."""
+        memory, pairs = chunk.memory, []
+        for local, index in chunk.members if memory is not None else ():
             assert memory is not None
             state = self._states[local]
             for key in _tensors(state, self._sharded):
@@ -302,7 +332,7 @@ class _StepBuckets(list[dict[str, Any]]):
                 if state[key] is not value:
                     pairs.append((value, state[key]))
         if pairs:
-            self._going.append((self._streams.copy(bucket.device, "state goes", pairs), [value for value, _ in pairs]))
+            self._going.append((self._streams.copy(chunk.device, "state goes", pairs), [value for value, _ in pairs]))
 
     def _let_go(self, count: int) -> None:
         """Free device copies of state older than the last `count`, after their write-back."""
@@ -318,8 +348,16 @@ def _tensors(state: State, sharded: frozenset[str]) -> list[str]:
 
 
 def memory_of(param: Tensor) -> tuple[StateMemory | None, int]:
-    """Return the memory of a sharded parameter's offloaded state, or None, and its index there."""
+    """Return the memory of a sharded parameter's offloaded state, and its index there.
+
+    None if its state is not offloaded, or lies beside offloaded main weights, where the optimizer allocates it.
+    """
     group, index = engine_of(param).group_and_index[id(param)]
+    plan = group.plan
+    if not plan.offload.optimizer_state or not plan.requires_grad or plan.offloads_main:
+        return None, index
+    if group.state_memory is None:
+        group.state_memory = StateMemory(plan.layout, group.weights.main.region, plan.device)
     return group.state_memory, index
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp.engine.engine import Engine, live_engine
+from megatron_fsdp.engine.engine import Engine, alive
 from megatron_fsdp.errors import ConfigurationError, DoorWords, warn_caller
 
 
@@ -75,7 +75,7 @@ def engine_of(param: Tensor) -> Engine:
     Raises:
         ScheduleError: The model has been deleted.
     """
-    return live_engine(param._fsdp_engine)  # type: ignore[attr-defined]
+    return alive(param._fsdp_engine)  # type: ignore[attr-defined]
 
 
 _REPLACED = "_fsdp_replaced"  # on a parameter that sharding has taken out of a module: its name

@@ -20,6 +20,7 @@ from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import CommunicationPool
 from megatron_fsdp.engine.memory_plan import pack_bytes
 from megatron_fsdp.engine.schedule import Action, Operation, Scheduler, SyncMode, SyncScope
+from megatron_fsdp.engine.unit import TrainedGroup
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.setup import ParallelRanks, Setup
@@ -81,14 +82,14 @@ class Moment:
     label: str  # the event, such as `F3>`, or `step` for the optimizer
     activation_bytes: int
     gathered_bytes: int  # weights, and their kept transposed copies
-    bucket_bytes: int  # communication buckets and scratch
+    reduction_bytes: int  # communication buckets and scratch
     gradient_bytes: int  # main gradients of the units that were reduced since gradients were cleared
     passing_bytes: int  # tensors of reductions on their way, gradients cast for the optimizer, memory of its step
 
     @property
     def total_bytes(self) -> int:
         """All bytes held at this moment."""
-        borrowed = self.gathered_bytes + self.bucket_bytes
+        borrowed = self.gathered_bytes + self.reduction_bytes
         return self.activation_bytes + borrowed + self.gradient_bytes + self.passing_bytes
 
 
@@ -197,7 +198,7 @@ class _Unit:
         exchanged = [group for group in trained if group.exchanges_inner]
         outer = [group for group in trained if group.outer_buffer_bytes]
         self.groups, self.gradients, self.sharded, self.reduces = (self,), self, (), bool(trained)
-        self.trained = ((0, self, self),)
+        self.trained = (TrainedGroup(0, cast(Any, self), cast(Any, self)),)
         self.exchanges_inner, self.reduces_outer = bool(exchanged), bool(outer)
         self._messages = {
             (axis, is_gather): [
@@ -263,10 +264,10 @@ class _Unit:
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def bucket_of(self, _position: int, block: object) -> object:
+    def slice_of(self, _position: int, block: object) -> object:
         return block
 
-    outer_buffer_of = bucket_of
+    outer_buffer_of = slice_of
 
     def begin(self, bucket: object) -> None:
         """Allocate gradients: a bucket, or whole gradients if reduction is deferred."""
@@ -376,7 +377,7 @@ class _Replay:
                 label,
                 activation_bytes,
                 self._executor.weight_memory.held_bytes + sum(sum(each.transposed.values()) for each in self._units),
-                self._executor.bucket_bytes,
+                self._executor.reduction_bytes,
                 sum(unit.main_bytes for unit in self._units if unit.has_main),
                 self._passing.look() + self._cast_bytes,
             )
@@ -427,7 +428,7 @@ class _Replay:
         for owner in (self._owners[name] for name in segment.gradients):
             if not owner.is_filling:
                 self._scheduler.gradient_arrives(owner.index)
-                self._executor.begin_filling(cast(Any, owner), 0)
+                self._executor.open_bucket(cast(Any, owner), 0)
         for name in segment.multiplied:
             owner = self._owners[name]
             if name in owner.transposable:

@@ -164,7 +164,7 @@ def tables(plan: Plan, *, with_units: bool) -> Iterator[Table]:
         **{name.replace("_", " "): count for name, count in held.items() if count},
         "inputs": memory.input_bytes,
         "gathered weights": peak.gathered_bytes,
-        "buckets and scratch": peak.bucket_bytes,
+        "buckets and scratch": peak.reduction_bytes,
         "reductions and casts": peak.passing_bytes,
         f"activations ({moment_words(peak.label)})": peak.activation_bytes,
         "peak": memory.peak_bytes,

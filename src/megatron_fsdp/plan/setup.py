@@ -14,7 +14,7 @@ from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecisi
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from megatron_fsdp.optim.adamw8bit import BLOCK, BUCKET_NUMEL
+from megatron_fsdp.optim.adamw8bit import BLOCK, CHUNK_NUMEL
 from megatron_fsdp.sharding.placement import placements_for
 
 Known = TypeVar("Known")
@@ -116,7 +116,7 @@ class _EightBitKind(OptimizerKind):
         """Count the scales of all blocks, the two codes, and the decoded state of one shard at a time."""
         blocks = {shard: -(-shard.stop // BLOCK) - shard.start // BLOCK for shard in shards if shard.numel}
         decoded = (
-            self.temporaries * min(shard.numel, BUCKET_NUMEL) + min(BLOCK * count, BUCKET_NUMEL)
+            self.temporaries * min(shard.numel, CHUNK_NUMEL) + min(BLOCK * count, CHUNK_NUMEL)
             for shard, count in blocks.items()
         )
         return _FP32_BYTES * (2 * sum(blocks.values()) + max(decoded, default=0) + 2 * _CODE_VALUES)

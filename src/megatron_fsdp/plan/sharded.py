@@ -18,7 +18,7 @@ from torch import nn
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, looked_up, plan_groups
+from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, plan_groups
 from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.formats.fp8_linear import encoded_parameters
@@ -27,6 +27,7 @@ from megatron_fsdp.plan.muon import MuonWork, muon_matrices, muon_work
 from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, LocalShard, Setup
 from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.placement import placements_for
+from megatron_fsdp.sharding.units import looked_up
 from megatron_fsdp.sharding.weight_formats import Fp8Compute
 from megatron_fsdp.wrap.wrap import plan_units
 

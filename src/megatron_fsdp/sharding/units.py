@@ -149,6 +149,25 @@ def parameter_owners(module: nn.Module) -> dict[int, ParameterOwners]:
     return {key: tuple(found) for key, found in owners.items()}
 
 
+def looked_up(module: nn.Module) -> frozenset[str]:
+    """Return the canonical names of the parameters that only `nn.Embedding` modules without hooks hold.
+
+    Their gradient is made of indices and of the gradient of what was looked up: the backward of a unit that is such a
+    module needs no weights. Hooks may compute with the weights, and are counted where they are there before wrapping:
+    later ones see sharded parameters.
+    """
+    owners, looking = parameter_owners(module), set()
+    for inner in module.modules():
+        if type(inner) is nn.Embedding and not any(getattr(inner, name) for name in _HOOKS):
+            looking.add(inner)
+    return frozenset(
+        name for name, param in module.named_parameters() if looking.issuperset(owner for owner, _ in owners[id(param)])
+    )
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def _numel(module: nn.Module) -> int:
     """Count the elements of a module's parameters; lazy ones count as none."""
     return sum(param.numel() for param in module.parameters() if not isinstance(param, UninitializedParameter))

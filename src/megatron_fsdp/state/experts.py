@@ -17,7 +17,7 @@ from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.sharding.expert_names import Numbering, number_parameters, plan_experts
+from megatron_fsdp.sharding.expert_plan import Numbering, number_parameters, plan_experts
 from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.shards import MeshUse, TensorParallelCut
 

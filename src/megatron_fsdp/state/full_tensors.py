@@ -13,8 +13,8 @@ from torch import nn
 from megatron_fsdp.comm.agreement import Groups, all_agree, raise_together
 from megatron_fsdp.comm.axis import address_of, broadcast
 from megatron_fsdp.comm.fingerprint import differing_tensors
+from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import local_tensor
 from megatron_fsdp.engine.memory import full_view, on_device
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup

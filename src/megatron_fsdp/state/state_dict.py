@@ -20,7 +20,7 @@ from megatron_fsdp.dtensor.dispatch import local_operand
 from megatron_fsdp.dtensor.expert_names import described
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.engine import Engine, live_unit
+from megatron_fsdp.engine.engine import Engine, alive
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
@@ -109,7 +109,7 @@ def convert_expert_names(engine: Engine, module: nn.Module) -> list[RemovableHan
 def _describe(
     reference: weakref.ref[Unit], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
 ) -> None:
-    unit = live_unit(reference)
+    unit = alive(reference)
     for attribute, param in owner._parameters.items():
         value = state_dict.get(prefix + attribute)
         if isinstance(value, DTensor) and id(param) in unit.group_and_index:
@@ -120,7 +120,7 @@ def _describe(
 
 
 def _before_state_dict(reference: weakref.ref[Unit], *_unused: Any) -> None:
-    engine = live_unit(reference).engine
+    engine = alive(reference).engine
     if engine is not None:
         engine.refuse_open_pass("a state dict was taken")
         if not engine.scheduler.in_forward and not engine.full_units:
@@ -140,7 +140,7 @@ def _before_load(
             f"load_state_dict(assign=True) would replace the sharded parameters of {prefix or type(owner).__name__}, "
             "which are views of flat buffers; load with assign=False, which copies"
         )
-    unit = live_unit(reference)
+    unit = alive(reference)
     if unit.engine is not None:
         unit.engine.refuse_open_pass("a state dict was loaded")
     for attribute, param in owner._parameters.items():

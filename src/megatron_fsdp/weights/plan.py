@@ -30,7 +30,7 @@ from megatron_fsdp.comm.agreement import Groups, gather_over, rank_of
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from megatron_fsdp.sharding.expert_names import parse_expert
+from megatron_fsdp.sharding.expert_plan import parse_expert
 from megatron_fsdp.state.gathers import Parts, Place, parts_of
 from megatron_fsdp.weights.adapters import Merge, adapter_tensors, merges_of
 

@@ -17,8 +17,8 @@ from megatron_fsdp.checkpoint.hf.live import KeyMapping, engines_of, unwrap
 from megatron_fsdp.comm.agreement import Groups, all_agree, device_over, gather_over, over, raise_together, rank_of
 from megatron_fsdp.comm.axis import all_gather_flat
 from megatron_fsdp.comm.streams import SideStream, default_device
+from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.engine.engine import Engine, engine_of_module
-from megatron_fsdp.engine.group_plan import local_tensor
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError, RankError, ScheduleError
 from megatron_fsdp.sharding.units import ROOT_UNIT

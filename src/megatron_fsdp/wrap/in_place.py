@@ -17,21 +17,13 @@ from torch.nn.parameter import UninitializedParameter
 from megatron_fsdp.comm.agreement import all_agree, default_if_all
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.engine.engine import OWNED_ENGINE, Engine
-from megatron_fsdp.engine.group_plan import (
-    GroupPlan,
-    ModelSharding,
-    Ranks,
-    Sharding,
-    looked_up,
-    plan_unit,
-    with_offload,
-)
+from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Ranks, Sharding, plan_unit, with_offload
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import WRAPPER_WORDS, ConfigurationError, DoorWords, check_keys
 from megatron_fsdp.optim.step import replaced_name
 from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all
-from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, aliases_in, parameter_owners
+from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, aliases_in, looked_up, parameter_owners
 from megatron_fsdp.sharding.weight_formats import WeightFormat
 from megatron_fsdp.wrap.shard_unit import KnownSpecs, ModuleEvents, finish, shard_unit
 

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megatron_fsdp.comm.fingerprint import fingerprint, lowest_and_highest
+from megatron_fsdp.comm.fingerprint import RandomState, random_state, set_random_state
 from megatron_fsdp.engine.unit import Unit, set_parameter
-from megatron_fsdp.errors import ConfigurationError, warn_caller
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.units import parameter_owners
 
 
@@ -190,60 +188,6 @@ def _method(module: nn.Module, name: str, *arguments: object) -> Callable[..., o
     except (TypeError, ValueError):  # needs other arguments, or has no signature
         return None
     return method
-
-
-RandomState = tuple[torch.Tensor, ...]
-"""States of the CPU's generator and, for another device, of the device's."""
-
-
-def random_state(device: torch.device) -> RandomState:
-    """Return the states of the generators that random numbers for `device` may come from."""
-    cpu = torch.get_rng_state()
-    return (cpu,) if device.type == "cpu" else (cpu, torch.get_device_module(device).get_rng_state(device))
-
-
-def set_random_state(device: torch.device, state: RandomState) -> None:
-    """Restore states that `random_state` returned."""
-    torch.set_rng_state(state[0])
-    if len(state) > 1:
-        torch.get_device_module(device).set_rng_state(state[1], device)
-
-
-@contextmanager
-def same_random_numbers(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
-    """Draw the random numbers of the groups' first rank on every rank, inside a block.
-
-    Where ranks were seeded alike nothing is changed and generators go on from where the block leaves them; else the
-    ranks use the first one's state for the block, are warned, and get their own back afterwards. After an exception
-    every rank gets its own back.
-    """
-    own = random_state(device)
-    differ = [_follow_first(group, device) for group in groups]
-    if any(differ):
-        warn_caller(
-            "ranks were seeded differently, so the weights were initialised with the random numbers of the first rank "
-            "of the group; seed every rank alike before sharding"
-        )
-    try:
-        yield
-    except BaseException:
-        set_random_state(device, own)
-        raise
-    if any(differ):
-        set_random_state(device, own)
-
-
-def _follow_first(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Take the random state of the group's first rank; return True if any rank had another."""
-    mine = random_state(device)
-    states = [state.to(device) for state in mine]
-    hashes = torch.stack([fingerprint(state) for state in states])
-    if torch.equal(*lowest_and_highest(hashes, group)):
-        return False
-    for state in states:
-        dist.broadcast(state, group_src=0, group=group)
-    set_random_state(device, tuple(state.to(before.device) for state, before in zip(states, mine, strict=True)))
-    return True
 
 
 def materialise(root: nn.Module, blueprint: Blueprint, units: Sequence[Unit], device: torch.device) -> None:

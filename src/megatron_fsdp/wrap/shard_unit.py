@@ -30,7 +30,7 @@ from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import DelayedGradients, Executor
 from megatron_fsdp.engine.group_plan import GroupPlan, Ranks
 from megatron_fsdp.engine.hooks import answer_for_sharded_parameters, register_hooks
-from megatron_fsdp.engine.matched_passes import MEETING, match_passes, ordered_scheduler
+from megatron_fsdp.engine.matched_passes import MEETING, MatchedPasses, ordered_scheduler
 from megatron_fsdp.engine.memory import CommunicationPool
 from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
 from megatron_fsdp.engine.param_group import ParameterGroup
@@ -243,7 +243,7 @@ def finish(
             warn_caller(user_buffers.note, is_first=ranks.is_first)
     events.connect(engine, roots.get(""))
     if options.skip_order is not None:
-        match_passes(engine)
+        engine.on_pass = MatchedPasses(engine).begin
     for root in roots.values():
         units[0].state_dict_handles += convert_expert_names(engine, root)
     watch_optimizers(engine)

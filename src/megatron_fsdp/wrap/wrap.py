@@ -14,23 +14,15 @@ from torch.nn.parameter import UninitializedParameter
 
 from megatron_fsdp.comm.agreement import all_agree, rank_of
 from megatron_fsdp.comm.axis import Traffic, broadcast, has_values
-from megatron_fsdp.comm.fingerprint import differing_tensors
+from megatron_fsdp.comm.fingerprint import differing_tensors, same_random_numbers
 from megatron_fsdp.config.engine_options import ALLOCATE_ONLY, EngineOptions, MemoryOptions
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.config.switches import FOLDER_VARIABLE, resolve_hang_log
 from megatron_fsdp.dtensor.expert_names import TRIVIAL_NAMES
+from megatron_fsdp.dtensor.shard_spec import local_tensor, part_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import (
-    EXPERT_NAME,
-    GroupPlan,
-    ModelSharding,
-    Sharding,
-    local_tensor,
-    looked_up,
-    part_of,
-    plan_groups,
-)
+from megatron_fsdp.engine.group_plan import EXPERT_NAME, GroupPlan, ModelSharding, Sharding, plan_groups
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, check_keys, warn_caller
@@ -47,6 +39,7 @@ from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import (
     UnitPlan,
     find_units,
+    looked_up,
     merge_small_units,
     message_bytes,
     parameter_owners,
@@ -55,13 +48,7 @@ from megatron_fsdp.sharding.units import (
 from megatron_fsdp.sharding.weight_formats import WeightFormat
 from megatron_fsdp.state.experts import find_expert_names
 from megatron_fsdp.wrap.in_place import KnownPlans, finish_in_place, shard_in_place
-from megatron_fsdp.wrap.meta_init import (
-    check_can_initialise,
-    draw_blueprint,
-    has_meta,
-    materialise,
-    same_random_numbers,
-)
+from megatron_fsdp.wrap.meta_init import check_can_initialise, draw_blueprint, has_meta, materialise
 from megatron_fsdp.wrap.shard_unit import DOING, KnownSpecs, ModuleEvents, check_not_wrapped, finish, shard_unit
 
 

@@ -29,7 +29,7 @@ from megatron_fsdp.automodel.pipeline_parallel.stages import (
 from megatron_fsdp.checkpoint.naming import PipelinePlace, own_name
 from megatron_fsdp.comm.agreement import Problem, all_agree, ask, gather_objects
 from megatron_fsdp.comm.fingerprint import fingerprint
-from megatron_fsdp.engine.group_plan import local_tensor
+from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.errors import ConfigurationError
 
 

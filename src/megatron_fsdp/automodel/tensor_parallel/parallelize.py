@@ -32,10 +32,9 @@ from megatron_fsdp.automodel.tensor_parallel.styles import (
 )
 from megatron_fsdp.automodel.tensor_parallel.trial import Trial
 from megatron_fsdp.comm.agreement import Problem, ask
-from megatron_fsdp.comm.fingerprint import fingerprint
+from megatron_fsdp.comm.fingerprint import fingerprint, random_state
 from megatron_fsdp.debug.gradient_checks import ReplicaCheck
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
-from megatron_fsdp.wrap.meta_init import random_state
 
 SEQUENCE_PARALLEL_TYPES = (
     "deepseek_v3",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_fsdp.sharding.expert_names import number_parameters, parse_expert, plan_experts, stack_container
+from megatron_fsdp.sharding.expert_plan import number_parameters, parse_expert, plan_experts, stack_container
 
 LISTED = {"b.experts.0.w": (2, 3), "b.experts.1.w": (2, 3)}
 
