@@ -43,6 +43,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize(
     ("name", "num_ranks", "strategy", "microbatches"),
     [

@@ -59,6 +59,7 @@ def shard(inner: int, outer: int, dtype: torch.dtype) -> tuple[MegatronFSDP, tor
     return fully_shard(model, torch.optim.AdamW(model.parameters()), **options, **hybrid_arguments(2, 2))
 
 
+@pytest.mark.full(short=["1-leave_it_to_the_optimizer-3", "0-no_sync-3", "1-plain-3"])
 @pytest.mark.parametrize(
     ("outer", "loop", "microbatches"),
     [(0, set_auto_sync, 3), (1, leave_it_to_the_optimizer, 3), (0, no_sync, 3), (1, plain, 3), (0, plain, 1)],
