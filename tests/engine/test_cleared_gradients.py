@@ -86,10 +86,11 @@ KEPT: dict[str, Callable[[DTensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
-def test_a_gradient_that_somebody_kept_stays_as_it_was() -> None:
+def test_a_gradient_that_somebody_kept_stays_as_it_was(strategy: int) -> None:
     for kept, keep in KEPT.items():
-        model, optimizer = wrap()
+        model, optimizer = wrap(zero_dp_strategy=strategy)
         backward(model)
         param = largest(model)
         mine = keep(param.grad)
@@ -108,9 +109,10 @@ def test_a_gradient_that_somebody_kept_stays_as_it_was() -> None:
         assert values(keep(param.grad)) == renewed, kept
 
 
+@pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
-def test_a_gradient_that_a_graph_saved_stays_as_it_was() -> None:
-    model, optimizer = wrap()
+def test_a_gradient_that_a_graph_saved_stays_as_it_was(strategy: int) -> None:
+    model, optimizer = wrap(zero_dp_strategy=strategy)
     backward(model)
     param = largest(model)
     expected = values(param.grad)

@@ -105,8 +105,9 @@ def test_gradients_are_reduced_during_backward_or_after_it(strategy: int, overla
     early = overlap or strategy >= 2
     # With overlap a unit is reduced as soon as its two gradients are there, else after the last gradient.
     assert events.index("reduce5") == (events.index("grad4") - 1 if early else len(events) - len(reductions))
-    # An exchange (strategies 1 to 3 on gloo) waits for the block that the one before received into.
-    assert max(trace.in_reduction) == ((3 if early else FLOORS + 1) if strategy == 0 else 1)
+    # Gradients that are reduced in place wait for no bucket; an exchange (strategies 1 to 3 on gloo) waits for the
+    # block that the one before received into.
+    assert max(trace.in_reduction) == (FLOORS + 1 if strategy == 0 else 1)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

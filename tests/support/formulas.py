@@ -169,11 +169,16 @@ def transient_bytes(
     buckets, each as large as the largest of them. Inside one, the groups of a unit start at multiples of
     `BLOCK_ALIGNMENT_BYTES`. `gathered_peak_bytes` has the formulas of other allocators than slots.
 
+    Where a rank holds main gradients whole and in the dtype in which they travel, they are filled and reduced in place,
+    without a bucket, unless they hold an earlier gradient; so microbatches that add up take more than is counted here.
+
     So many `buckets` fill or are in reduction at a time: as many as there are units besides the root where reductions
     wait for the end of backward (``overlap_grad_reduce=False`` under ``no_shard`` and ``optim``).
     """
     gathered = gathered_peak_bytes(plan_weights(allocator, _unit_weights(groups, strategy), slots))
     sizes = _bucket_bytes(groups)
+    filled = {group.unit for group in groups if group.requires_grad and not _is_reduced_in_place(group, strategy)}
+    sizes = {unit: size for unit, size in sizes.items() if unit in filled}
     in_turn = _largest_in_a_row([sizes[unit] for unit in sorted(sizes.keys() - {ROOT_UNIT})], buckets)
     return TransientBytes(gathered, sizes.get(ROOT_UNIT, 0) + in_turn, scratch_bytes)
 
@@ -285,6 +290,12 @@ def _gathered_units(
 
 
 _Buffer = Literal["compute_weight", "main_weight", "main_grad"]
+
+
+def _is_reduced_in_place(group: GroupFootprint, strategy: ShardingStrategy) -> bool:
+    is_whole = group.num_shards == 1 or not _is_sharded(group, strategy, "main_grad")
+    stays = "main_grad" not in group.away and group.main_grads == group.grad_comm
+    return is_whole and stays and group.outer_ranks == 1
 
 
 def _is_sharded(group: GroupFootprint, strategy: ShardingStrategy, buffer: _Buffer) -> bool:

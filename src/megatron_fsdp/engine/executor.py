@@ -34,7 +34,7 @@ class _Reduction:
     unit: Unit
     sync_scope: SyncScope
     works: list[tuple[Work, tuple[torch.Tensor, ...]]]  # and memory to be kept until they are waited for
-    bucket: Block
+    bucket: Block | None  # None: all gradients were reduced where they stay
     pool: BlockPool
     scratch: Block | None
 
@@ -260,9 +260,13 @@ class Executor:
         """Have a group fill its slice of the unit's bucket, or an unreduced gradient where reduction is deferred."""
         gradients = unit.groups[group_index].gradients
         assert gradients is not None
-        # What waits unreduced already has to be added to, whatever this backward would do by itself.
-        borrows = not (unit.defers(group_index, sync_scope) or gradients.has_unreduced_gradient)
-        gradients.begin(unit.slice_of(group_index, self._bucket(unit)) if borrows else None)
+        if unit.defers(group_index, sync_scope) or gradients.has_unreduced_gradient:
+            # What waits unreduced already has to be added to, whatever this backward would do by itself.
+            gradients.begin(None)
+        elif self.in_backward is None and self.pool.plan is None and gradients.may_fill_main:
+            gradients.begin(gradients.main.local)
+        else:
+            gradients.begin(unit.slice_of(group_index, self._bucket(unit)))
 
     def reduce(self, unit: Unit, sync_scope: SyncScope) -> None:
         """Start to reduce all gradients of a unit; outside of the sync scope keep them unreduced."""
@@ -282,21 +286,23 @@ class Executor:
                 reducing.append(each)
         if sync_scope is SyncScope.NOWHERE:
             return
-        bucket = self._bucket(unit)
+        if not all(each.gradients.fills_main for each in reducing):
+            self._bucket(unit)
         scratch = self._scratch_for(unit)
         works = []
         # One collective per group, since groups differ in dtype, ranks or placements. Torch could launch them as one,
         # but only under NCCL and by a private context.
         for index, group, gradients in reducing:
+            in_place = gradients.fills_main
+            sent = gradients.main.local if in_place else unit.slice_of(index, self._bucket(unit))
             received = None if scratch is None else unit.slice_of(index, scratch)
-            sent = unit.slice_of(index, bucket)
             works.append(gradients.reduce(self._reduce_stream, sent, received, group.sharded, self.going_stream))
         # From here on the reduction owns the bucket; gradients that come later fill another.
-        del self._borrowed[unit.index]
-        self.in_flight.append(_Reduction(unit, sync_scope, works, bucket, self._pool(unit), scratch))
+        block = self._borrowed.pop(unit.index, None)
+        self.in_flight.append(_Reduction(unit, sync_scope, works, block, self._pool(unit), scratch))
         # A head's bucket and scratch take more than the next units' weights, which are about to be gathered. The first
         # gradient of the next unit would wait for them anyway.
-        while self._pool(unit).is_long(bucket) and self._retire_oldest():
+        while block is not None and self._pool(unit).is_long(block) and self._retire_oldest():
             pass
 
     def reduce_outer(self, unit: Unit) -> bool:
@@ -355,8 +361,9 @@ class Executor:
         with self._communicating(Phase.RETIRE, reduction.unit):
             for work, _memory in reduction.works:
                 work.wait()
-        self.observers.takes_back(BorrowedMemory.BUCKET, reduction.unit.index, reduction.bucket)
-        reduction.pool.give_back(reduction.bucket)
+        if reduction.bucket is not None:
+            self.observers.takes_back(BorrowedMemory.BUCKET, reduction.unit.index, reduction.bucket)
+            reduction.pool.give_back(reduction.bucket)
         if reduction.scratch is not None:
             self.observers.takes_back(BorrowedMemory.SCRATCH, reduction.unit.index, reduction.scratch)
             self._scratch.give_back(reduction.scratch)

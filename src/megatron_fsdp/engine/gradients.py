@@ -55,6 +55,10 @@ the access. DTensors have none, so that nothing else changes.
 # gradient belongs to the communication stream, which writes it at a time of its own. What autograd itself computes for
 # sharded parameters meanwhile must not be added to that memory: it stays in `.grad` (`detach_main_gradient`), and
 # `attach` adds it. From `attach` to the next reduction it belongs to the user, who may change, replace or clear it.
+#
+# One that is whole and empty when a backward begins, since `zero_grad` has freed its memory, is its own bucket
+# (`may_fill_main`): gradients are copied there and all-reduced in place. While it has memory it is not, for the user
+# may hold it, or a reduction may be about to add to it.
 
 
 def get_grad(param: torch.Tensor, attribute: GradAttribute) -> torch.Tensor | None:
@@ -110,6 +114,7 @@ class MainGradient:
         self._buffer: FlatBuffer | None = None
         # the DTensor over each tensor's local shard, where it was made already
         self.views: list[DTensor | None] = [None] * len(plan.layout.shapes)
+        self._targets: list[torch.Tensor] = []  # views of whole tensors, where gradients are reduced in place
 
     @property
     def num_bytes(self) -> int:
@@ -120,6 +125,11 @@ class MainGradient:
     def held_bytes(self) -> int:
         """Bytes that it takes now."""
         return 0 if self._buffer is None else self._buffer.local.untyped_storage().nbytes()
+
+    @property
+    def filled(self) -> torch.Tensor | None:
+        """All elements, (region.numel,), if there is a buffer, with or without memory."""
+        return None if self._buffer is None else self._buffer.local
 
     def allocate(self) -> FlatBuffer:
         """Return the buffer; allocate it, uninitialised, if it has no memory."""
@@ -138,6 +148,13 @@ class MainGradient:
     def local_shard(self, index: int) -> torch.Tensor:
         """Return the local shard of tensor `index`, a view; content as for `local`."""
         return self.allocate().local_shard(index)
+
+    def targets(self) -> list[torch.Tensor]:
+        """Return each tensor's view of the buffer, which is whole here; made once."""
+        whole = self.local
+        if not self._targets:
+            self._targets = [full_view(self._layout, whole, index) for index in range(len(self.views))]
+        return self._targets
 
     def view(self, index: int, describe: Callable[[int, torch.Tensor], DTensor]) -> DTensor:
         """Return the local shard of tensor `index` as a DTensor, made once."""
@@ -179,13 +196,13 @@ class MainGradient:
             if not self.is_offloaded:  # else it is pinned once
                 self._buffer.local.untyped_storage().resize_(0)
         else:
-            self._buffer = None
+            self._buffer, self._targets = None, []
             self.views = [None] * len(self.views)
 
     def _is_ours_alone(self, buffer: FlatBuffer) -> bool:
         """Return True if the memory and the DTensors over it have no references but our own."""
         storage = buffer.local.untyped_storage()
-        ours = 2 + sum(view is not None for view in self.views)  # `local` and `storage`
+        ours = 2 + len(self._targets) + sum(view is not None for view in self.views)  # `local` and `storage`
         if torch._C._storage_Use_Count(storage._cdata) != ours:
             return False
         for view in self.views:
@@ -254,6 +271,7 @@ class GradientBuffers:
         self.layout = plan.layout
         self.precision = plan.precision
         self.reducer = GradientReducer(plan)
+        self.reduces_in_place = plan.reduces_in_place
         self.grad_attribute = GRAD  # where the sharded parameters show their gradient
         self.inspect: Inspect | None = None  # called with tensor i of each bucket before it is reduced
         # called with this rank's part of each reduced gradient, before it is scaled and added; may change it in place
@@ -314,8 +332,20 @@ class GradientBuffers:
         for each, target in zip(self.of_parameter, targets, strict=True):
             each.target, each.direct, each.filled = target, target if is_direct else None, False
 
+    @property
+    def may_fill_main(self) -> bool:
+        """True if the next gradients may go into the main gradient, where there are none yet, and be reduced there."""
+        return self.reduces_in_place and not self.main.held_bytes
+
+    @property
+    def fills_main(self) -> bool:
+        """True if gradients of this backward are copied into the main gradient."""
+        return self._filling is not None and self._filling is self.main.filled
+
     def _views_in(self, bucket: torch.Tensor) -> list[torch.Tensor]:
         """Return the view of each tensor in a bucket (numel,), made once."""
+        if bucket is self.main.filled:
+            return self.main.targets()
         if id(bucket) not in self.bucket_views:
             self.bucket_views[id(bucket)] = bucket, self._make_views(bucket)
         return self.bucket_views[id(bucket)][1]
@@ -461,7 +491,7 @@ class GradientBuffers:
             rows = rows[1:]
         elif stage.result_into is not None:
             stage.result_into(sums, factor)
-        else:
+        elif factor != 1.0 or stage.result() is not sums:  # it is the sum already where it was reduced in place
             put_scaled(stage.result(), factor, sums)
         for row in rows:
             sums.add_(row, alpha=factor)

@@ -199,6 +199,15 @@ class GroupPlan:
         return self.requires_grad and self.needs_all_gather and self.axis.exchanges_pairwise
 
     @property
+    def reduces_in_place(self) -> bool:
+        """True if the main gradient can be its own bucket: whole on every rank, in the communication dtype."""
+        return (
+            self.main_region.numel == self.layout.numel
+            and self.precision.main_grads == self.precision.grad_comm
+            and not (self.outer_buffer_bytes or self.reduction.one_by_one or self.offload.main_gradients)
+        )
+
+    @property
     def bucket_bytes(self) -> int:
         """Bytes of the full gradients in the communication dtype; 0 for a frozen group."""
         return self.layout.numel * self.precision.grad_comm.itemsize if self.requires_grad else 0

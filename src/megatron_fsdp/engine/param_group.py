@@ -401,6 +401,7 @@ class ParameterGroup:
         if self.gradients is not None:
             self.gradients.precision = self.plan.precision
             self.gradients.reducer.change_format(self.plan)
+            self.gradients.reduces_in_place = self.plan.reduces_in_place
             self.gradients.bucket_views.clear()
 
     def describe_shard(self, index: int, shard: torch.Tensor) -> DTensor:

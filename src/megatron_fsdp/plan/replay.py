@@ -220,7 +220,10 @@ class _Unit:
         kept = [info for group in groups if group.keeps_transposed for info in group.spec.parameters]
         self.transposable = {info.name: prod(info.shape) for info in kept}
         self.transposed: dict[str, int] = {}  # bytes of codes that are kept transposed, by name
+        self._in_place = all(group.reduces_in_place for group in trained)
+        self.main, self.local = self, object()  # the main gradient, and a stand-in for its memory
         self.is_filling = self.has_unreduced_gradient = self.has_partly_reduced = self.has_main = False
+        self.fills_main = False
         self.needs_outer_all_gather = False
         self.begin_step()
 
@@ -269,9 +272,15 @@ class _Unit:
 
     outer_buffer_of = slice_of
 
+    @property
+    def may_fill_main(self) -> bool:
+        """True if gradients may be reduced in the main gradient, which has no memory yet."""
+        return self._in_place and not self.has_main
+
     def begin(self, bucket: object) -> None:
-        """Allocate gradients: a bucket, or whole gradients if reduction is deferred."""
-        self.is_filling = True
+        """Allocate gradients: a bucket, the main gradient, or whole gradients if reduction is deferred."""
+        self.is_filling, self.fills_main = True, bucket is self.local
+        self.has_main |= self.fills_main
         if bucket is None and not self.has_unreduced_gradient:
             self.has_unreduced_gradient = True
             self._passing.add(self._whole_bytes)
@@ -283,7 +292,7 @@ class _Unit:
         """Reduce over the inner ranks."""
         if self.has_unreduced_gradient:
             self._passing.add(-self._whole_bytes)
-        self.is_filling = self.has_unreduced_gradient = False
+        self.is_filling = self.has_unreduced_gradient = self.fills_main = False
         if not self.reduces_outer:
             self.has_main = True
         elif not self.has_partly_reduced:
