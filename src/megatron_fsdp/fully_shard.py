@@ -402,12 +402,17 @@ def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt
         ConfigurationError: It has no parameters, or holds one that is not sharded, or several models and experts.
     """
     from megatron_fsdp.optim.chained import members_of
-    from megatron_fsdp.optim.optimizer import Engines, check_connected, connect_with_hooks, float32_by, route_line
+    from megatron_fsdp.optim.optimizer import (
+        Engines,
+        check_connected,
+        connect_with_hooks,
+        facts_of,
+        float32_by,
+        route_line,
+    )
     from megatron_fsdp.optim.step import engine_of, params_of
 
     _check_optimizer(optimizer)
-    asked = {"preproc_state_dict_for_dcp_ckpt": str(preproc_state_dict_for_dcp_ckpt)}
-    raise_together(None, _CONNECTING, ranks_of_parameters(optimizer), asked)
     params = params_of(optimizer)
     if not params:
         raise ConfigurationError(
@@ -428,6 +433,8 @@ def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt
     engines = list(dict.fromkeys(map(engine_of, owned)))
     check_connected(optimizer, Engines(engines))
     _check_several(optimizer, engines)
+    facts = facts_of(optimizer) | {"preproc_state_dict_for_dcp_ckpt": str(preproc_state_dict_for_dcp_ckpt)}
+    raise_together(None, _CONNECTING, ranks_of_parameters(optimizer), facts)
     cure = float32_by(next(iter(wrappers.values())))
     is_new = connect_with_hooks(optimizer, engines, preproc_state_dict_for_dcp_ckpt, cure)
     if is_new and rank_of() == 0:

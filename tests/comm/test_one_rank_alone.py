@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp import (
+    AdamW8bit,
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
     MegatronFSDP,
@@ -32,6 +33,7 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
+    meet_ranks,
 )
 from megatron_fsdp import automodel as am
 from megatron_fsdp import uneven_dtensor as uneven
@@ -387,6 +389,12 @@ def calls() -> dict[str, Call]:
         "fully_shard(other optimizer)": lambda bad: fully_shard(
             (module := net()), torch.optim.SGD((net() if bad else module).parameters(), lr=0.1)
         ),
+        "fully_shard(other class)": lambda bad: fully_shard(
+            (module := net()), (AdamW8bit if bad else torch.optim.SGD)(module.parameters(), lr=0.1)
+        ),
+        "fully_shard(other order)": lambda bad: fully_shard(
+            (module := net()), torch.optim.SGD([*module.parameters()][:: -1 if bad else 1], lr=0.1)
+        ),
         MESSAGE_VARIABLE: with_variable(MESSAGE_VARIABLE, "x"),
         "without memory 0": without_memory(lambda pair: fully_shard(*pair), make=both_of),
         "parameter_statistics(memory)": without_memory(MegatronFSDP.parameter_statistics, 1, (statistics, "_row")),
@@ -477,6 +485,14 @@ def calls() -> dict[str, Call]:
         "DDPManager(model)": manages("DDP"),
         "send(packed_bytes)": lambda bad: send(WeightSource(model()), None, packed_bytes="x" if bad else 100),  # type: ignore[arg-type]
         "fsdp2.fully_shard_optimizer(type)": given("optimizer", 3, None, connects_in_place),
+        "fsdp2.fully_shard_optimizer(other class)": lambda bad: fsdp2.fully_shard_optimizer(
+            (AdamW8bit if bad else torch.optim.SGD)(in_place()[0].parameters(), lr=0.1)
+        ),
+        "meet_ranks(model)": lambda bad: meet_ranks(3 if bad else model(ranks_may_skip_units=True)),
+        "create_distributed_setup_from_config(strategy)": lambda bad: am.create_distributed_setup_from_config(
+            {"strategy": "nothing" if bad else "fsdp2", "backend": "gloo"}
+        ),
+        "parallelize_model(context)": given("context", 3, None, parallelizes),
         "create_ring_ulysses_mesh(degrees)": given("ring_degree", 5, 1, rings),
         "build_mesh_context(sizes)": given("tp_size", 5, 1, meshes),
         "build_mesh_context(other sizes)": lambda bad: meshes(tp_size=dist.get_world_size() if bad else 1),
@@ -628,6 +644,13 @@ def manages(kind: str) -> Call:
         getattr(am, f"{kind}Manager")(config, **given).parallelize(3 if bad else made)
 
     return call
+
+
+def parallelizes(context: Any) -> None:
+    from transformers import LlamaForCausalLM
+
+    right = am.build_mesh_context(config=am.FSDP2Config(backend="gloo"))
+    am.parallelize_model(LlamaForCausalLM(config_of_llama()), right if context is None else context)
 
 
 def connects_in_place(optimizer: Any) -> None:

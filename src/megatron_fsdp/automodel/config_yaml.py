@@ -40,6 +40,7 @@ from megatron_fsdp.automodel.multimodal import (
     MultimodalVisionConfig,
 )
 from megatron_fsdp.automodel.pipeline_parallel import PipelineConfig
+from megatron_fsdp.comm.agreement import agreed
 from megatron_fsdp.config.precision import dtype_from_name
 from megatron_fsdp.config.yaml_mapping import read_mapping
 from megatron_fsdp.errors import ConfigurationError, warn_caller
@@ -270,6 +271,7 @@ def checked_recomputation(config: DistributedConfig, given: bool | str | None) -
     return True if found == "full" and not isinstance(config, MegatronFSDPConfig) else found
 
 
+@agreed("building the meshes", lambda *_, **__: ())
 def create_distributed_setup_from_config(
     cfg: Mapping[str, Any] | None = None,
     world_size: int | None = None,

@@ -13,6 +13,7 @@ from torch import nn
 from megatron_fsdp.automodel.config import DDPConfig, FSDP2Config, MegatronFSDPConfig
 from megatron_fsdp.automodel.managers import DDPManager, FSDP2Manager, MegatronFSDPManager
 from megatron_fsdp.automodel.meshes import MeshContext
+from megatron_fsdp.comm.agreement import Groups, agreed, default_if_all
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.fully_shard import fully_shard_optimizer as connect
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
@@ -81,6 +82,12 @@ def get_model_parallelizer(model: nn.Module) -> Any:
 _SHARED = ModelParallelizer()
 
 
+def _ranks_of(_model: object = None, mesh_context: object = None) -> Groups:
+    mesh = getattr(mesh_context, "device_mesh", None)
+    return () if mesh is None else default_if_all(mesh.get_all_groups()) or (None,)
+
+
+@agreed("making the model parallel", _ranks_of)
 def parallelize_model(model: nn.Module, mesh_context: MeshContext) -> nn.Module:
     """Make a model parallel by its parallelizer, as `ModelParallelizer.parallelize` says."""
     made: nn.Module = get_model_parallelizer(model).parallelize(model, mesh_context)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_fsdp.comm.agreement import gather_over
+from megatron_fsdp.comm.agreement import gather_over, raise_together
 from megatron_fsdp.engine.engine import Engine, ForwardCall, Pass, alive, engine_of_model
 from megatron_fsdp.engine.hooks import announcing_backward
 from megatron_fsdp.engine.observer import Phase
@@ -166,12 +166,16 @@ def meet_ranks(model: object) -> None:
     Raises:
         ConfigurationError: The model was sharded without `ranks_may_skip_units`, or by no call of this package.
     """
-    if isinstance(model, FSDPModule):
-        model._get_fsdp_state()._lazy_init()  # no forward may have come here yet
-    engine = engine_of_model(model)
-    if not isinstance(engine.scheduler, OrderedScheduler):
-        raise ConfigurationError(
-            "meet_ranks was given a model whose ranks call the same units; leave it out, or shard the model with "
-            "ranks_may_skip_units=True"
-        )
+    try:
+        if isinstance(model, FSDPModule):
+            model._get_fsdp_state()._lazy_init()  # no forward may have come here yet
+        engine = engine_of_model(model)
+        if not isinstance(engine.scheduler, OrderedScheduler):
+            raise ConfigurationError(
+                "meet_ranks was given a model whose ranks call the same units; leave it out, or shard the model with "
+                "ranks_may_skip_units=True"
+            )
+    except ConfigurationError as error:
+        raise_together(error, "meet_ranks")  # others agree on a pass there
+        raise
     engine.on_pass(Pass.NONE)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
-from megatron_fsdp.comm.agreement import Groups, agreed
+from megatron_fsdp.comm.agreement import Groups, all_agree
 from megatron_fsdp.comm.streams import default_device, resolve_device
 from megatron_fsdp.config.engine_options import EngineOptions, resolve_skip_order
 from megatron_fsdp.config.offload import resolve_offload
@@ -31,6 +31,7 @@ from megatron_fsdp.formats.tensor_extensions import tensor_extension_of
 from megatron_fsdp.fsdp2.even import EvenParameter, even_shard
 from megatron_fsdp.fsdp2.module import become_sharded
 from megatron_fsdp.fsdp2.state import MeshPlans, ShardState, finish_models_of, state_of
+from megatron_fsdp.optim.optimizer import facts_of
 from megatron_fsdp.optim.step import mark_replaced, replaced_name
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.wrap.shard_unit import check_not_wrapped
@@ -39,14 +40,13 @@ from megatron_fsdp.wrap.wrap import move_buffers
 Modules = TypeVar("Modules", bound=nn.Module | list[nn.Module])
 
 
-def _ranks_of(optimizer: object = None, *_: object, **__: object) -> Groups:
+def _ranks_of(optimizer: object) -> Groups:
     """Return the groups of the first sharded parameter of an optimizer; all ranks where there is none."""
     params = (param for group in getattr(optimizer, "param_groups", ()) for param in group["params"])
     mesh = next((param.device_mesh for param in params if isinstance(param, DTensor)), None)
     return () if mesh is None else tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
 
 
-@agreed("connecting the optimizer", _ranks_of)
 def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Connect an optimizer that computes with whole tensors, such as torch's Muon, to the engine. Collective.
 
@@ -55,8 +55,10 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optim
     Returns:
         The same optimizer.
     """
-    finish_models_of(optimizer)
-    connect(optimizer)
+    with all_agree("connecting the optimizer", _ranks_of(optimizer)) as facts:
+        finish_models_of(optimizer)
+        connect(optimizer)
+        facts |= facts_of(optimizer)
     return optimizer
 
 

@@ -154,6 +154,15 @@ def route_line(optimizer: Optimizer, *models: nn.Module) -> str:
     return f"{type(optimizer).__name__}: {len(params)} parameters {step_of(optimizer)} ({parts})"
 
 
+def facts_of(optimizer: Optimizer) -> dict[str, str]:
+    """Return the facts of an optimizer that have to be the same on all ranks: its classes and parameters."""
+    members = members_of(optimizer)
+    return {
+        "the optimizer": " and ".join(type(each).__name__ for each in members),
+        "the shapes of its parameters": "; ".join(str([tuple(p.shape) for p in params_of(each)]) for each in members),
+    }
+
+
 SYNC_KEYWORD = "sync_grad_before_optimizer_step"
 INSTALL_KEYWORD = "install_optimized_model_weights"
 
