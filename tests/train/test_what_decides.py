@@ -27,8 +27,6 @@ def facts(*options: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("options", "more", "changes"),
     [
-        ("", "--adam-beta1 0.5", ["--adam-beta1 was 0.9 and is 0.5"]),
-        ("", "--eod-mask-loss", ["--eod-mask-loss was False and is True"]),
         ("", "--optimizer sgd", ["--optimizer was adam and is sgd"]),
         (
             "--bf16 --no-grad-reduce-in-bf16",
@@ -53,7 +51,6 @@ def facts(*options: str) -> dict[str, str]:
             "--fp8-recipe mxfp8",
             ["--megatron-fsdp-weight-format was *=fp8 and is *=mxfp8"],
         ),
-        ("", "--rotary-base 500", ["rotary_base of the model was 10000.0 and is 500.0"]),
         ("--no-qk-layernorm", "--num-attention-heads 1", HEADS),
         ("", "--normalization LayerNorm", ["normalization of the model was RMSNorm and is LayerNorm"]),
         (

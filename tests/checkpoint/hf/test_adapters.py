@@ -175,11 +175,8 @@ def adapted(config: Any) -> Any:
 DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "another kind": ("LoHaConfig", {}, {"peft_type": "LOKR"}),
     "coft": ("OFTConfig", {"oft_block_size": 4}, {"coft": True}),
-    "block_share": ("OFTConfig", {"oft_block_size": 4}, {"block_share": True}),
-    "decompose": ("LoKrConfig", {}, {"decompose_both": True}),
     "feedforward": ("IA3Config", {"target_modules": ["a"], "feedforward_modules": ["a"]}, {"feedforward_modules": []}),
     "tokens": ("LoraConfig", {"trainable_token_indices": [1, 5]}, {"trainable_token_indices": [5, 1]}),
-    "changed base": ("LoraConfig", {}, {"init_lora_weights": "pissa"}),
     "unknown": ("LoraConfig", {}, {"use_something_new": True}),
 }
 

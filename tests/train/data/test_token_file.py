@@ -132,12 +132,6 @@ def test_any_documents_come_back(
     assert documents_of(prefix) == documents
 
 
-def test_half_a_pair_is_refused(tmp_path: Path) -> None:
-    bin_of(tmp_path / "ids").write_bytes(IDS)
-    with pytest.raises(ConfigurationError, match=r"ids\.idx does not exist: .* belong together"):
-        open_indexed(tmp_path / "ids")
-
-
 @pytest.mark.parametrize(
     ("index", "ids", "said"),
     [
@@ -156,9 +150,3 @@ def test_half_a_pair_is_refused(tmp_path: Path) -> None:
 def test_damaged_pairs_are_refused(tmp_path: Path, index: bytes, ids: bytes, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         open_indexed(write_pair(tmp_path / "ids", index, ids))
-
-
-def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
-    write_indexed(tmp_path / "ids", [[[0, 1, 2, 3], [4, 5]], [], [[7]]], "|u1")
-    assert documents_of(tmp_path / "ids") == [[0, 1, 2, 3, 4, 5], [], [7]]
-    assert open_indexed(tmp_path / "ids").lengths.tolist() == [4, 2, 1]

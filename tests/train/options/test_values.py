@@ -162,19 +162,6 @@ def test_every_number_has_bounds() -> None:
         assert str(caught.value).startswith(f"invalid {option.flag} -7: give ")
 
 
-@pytest.mark.parametrize(
-    ("text", "split"),
-    [
-        ("95,5", (0.95, 0.05, 0)),
-        ("1,3", (0.25, 0.75, 0)),
-        ("0.5, 0.25, 0.25", (0.5, 0.25, 0.25)),
-        ("969,30,1", (0.969, 0.03, 0.001)),
-    ],
-)
-def test_splits_are_shares(text: str, split: tuple[float, ...]) -> None:
-    assert parse_split(text) == split
-
-
 NO_SPLITS = "|95|95,|95,five|100,0|0,1|1,2,3,4|-1,2|nan,1|inf,1|1,1,-1|1e308,1e308,1e308|1,1e-320,1e308"
 
 
