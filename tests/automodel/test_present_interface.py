@@ -227,7 +227,7 @@ def test_a_setup_around_meshes_trains_as_one_process(tmp_path: Any) -> None:
     assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
     with pytest.raises(TypeError, match="device_mesh is a MeshContext"):
         AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, device_mesh=setup.mesh_context)
-    for name in ("quantization_config", "fp8_config", "qat_config", "compile_config"):
+    for name in ("fp8_config", "qat_config", "compile_config"):
         with pytest.raises(NotSupportedYetError, match=f"{name} is not supported yet: "):
             AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **{name: object()})
 

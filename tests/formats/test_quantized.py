@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import experimental, fsdp2, fully_shard, fully_shard_model
+from megatron_fsdp.checkpoint.hf import save_hf
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.experimental.placement import Flat
 from tests.conftest import RunRanks
@@ -205,13 +207,16 @@ def test_weights_of_torchao_train_as_in_one_process(run_ranks: RunRanks, kind: s
 
 
 @on_ranks(2)
-def test_weights_are_kept_and_sent_as_the_bytes_that_they_have() -> None:
+def test_weights_are_kept_and_sent_as_the_bytes_that_they_have(tmp_path: Path) -> None:
     model, _ = wrapped(build())
     codes, scales = WIDTH * WIDTH, 4 * WIDTH
     (group,) = (group for group in model.parameter_groups() if group.names[0].startswith("0.base.parametrizations"))
     assert (group.plan.precision.compute, group.plan.layout.payload_numel) == (torch.uint8, codes + scales)
     assert group.plan.held_bytes == group.plan.sent_bytes // 2 < (codes + scales) // 2 + 16
     assert "frozen quantised weights (2 Rows) are kept and gathered as their bytes" in str(model.describe())
+    assert "the model has quantised weights (0.base.parametrizations.weight.original0)" in refusal(
+        save_hf, model, tmp_path
+    )
     with pytest.raises(ConfigurationError, match=r"^0\.base\.weight is a quantised weight of a sharded model"):
         _ = model.module[0].base.weight
 
@@ -253,3 +258,35 @@ def test_weights_of_bitsandbytes_that_cannot_be_gathered_are_refused_by_name() -
         (bnb.Linear8bitLt(64, 64), "0.weight is a Int8Params, a quantised weight, and is trained; freeze it"),
     ):
         assert words in refusal(fully_shard_model, nn.Sequential(made, nn.Linear(64, 2)))
+
+
+@on_ranks(4)
+def test_weights_of_bitsandbytes_on_tensor_parallel_ranks_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    model = nn.Sequential(bitsandbytes(nn.Linear(64, 64), "nf4"), nn.Linear(64, 2))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    text = refusal(fully_shard_model, model, mesh, dp_shard_dim="dp_shard", tp_dim="tp")
+    assert text.startswith("0.weight is a DTensor, a quantised weight on tensor-parallel ranks")
+
+
+@on_ranks(2)
+def test_a_model_without_adapters_computes_as_before() -> None:
+    wanted = build()(torch.ones(2, WIDTH))
+    frozen = build().requires_grad_(False)
+    for made in (
+        fully_shard_model(frozen, fsdp_unit_modules=[Adapted]),
+        fsdp2.fully_shard(build().requires_grad_(False)),
+    ):
+        torch.testing.assert_close(made(torch.ones(2, WIDTH)), wanted)
+
+
+@pytest.mark.parametrize("library", ["torchao.optim", "bitsandbytes.optim"])
+@on_ranks(2)
+def test_optimizers_with_kernels_of_their_own_are_refused(library: str) -> None:
+    kind = pytest.importorskip(library).AdamW8bit
+    words = f"AdamW8bit of {library.partition('.')[0]} steps plain tensors with kernels of its own"
+    model = build()
+    assert words in refusal(fully_shard, model, kind(adapters(model), lr=0.1))
+    model, _ = by_fsdp2(model)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    assert words in refusal(kind(adapters(model), lr=0.1).step)  # which nothing has connected

@@ -39,6 +39,7 @@ from megatron_fsdp.automodel.managers import DDPManager, FSDP2Manager, MegatronF
 from megatron_fsdp.automodel.meshes import MeshContext, build_mesh_context, set_up_ranks
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline, PipelineConfig, build_pipeline
 from megatron_fsdp.automodel.pipeline_parallel.stages import merge_stages
+from megatron_fsdp.automodel.quantized_base import QuantizedBase
 from megatron_fsdp.checkpoint.hf import load_hf, save_adapter, save_hf
 from megatron_fsdp.checkpoint.hf.files import open_folder
 from megatron_fsdp.checkpoint.hf.live import unwrap
@@ -59,6 +60,7 @@ _COMPARED = (
     "pipeline_config",
     "moe_parallel_config",
     "peft_config",
+    "quantization_config",
     "dtype",
     "attn_implementation",
     "strict",
@@ -67,8 +69,6 @@ _COMPARED = (
 
 
 _NOT_YET: Mapping[str, str] = {
-    "quantization_config": "weights are trained in floating point; give MegatronFSDPConfig(weight_format='fp8') to "
-    "gather them in few bits",
     "fp8_config": "give MegatronFSDPConfig(weight_format='fp8_compute'), whose linears multiply float8 weights",
     "qat_config": "train in floating point, and quantise the saved files",
     "compile_config": "give FSDP2Config(enable_compile=True), which compiles the layers",
@@ -158,6 +158,7 @@ class _AutoModel:
         pipeline_config: PipelineConfig | None = None,
         moe_parallel_config: MoEParallelizerConfig | None = None,
         peft_config: Any = None,
+        quantization_config: Any = None,
         dtype: torch.dtype | str | None = "auto",
         torch_dtype: torch.dtype | str | None = None,
         attn_implementation: str | None = None,
@@ -190,6 +191,9 @@ class _AutoModel:
             pipeline_config: With `pp_size` > 1, how microbatches pass through; None: its defaults.
             moe_parallel_config: With `ep_size` > 1, how experts are sharded; None: as all other layers.
             peft_config: A configuration of peft; the adapters are added before sharding, and the rest is frozen.
+            quantization_config: `BitsAndBytesConfig` or `TorchAoConfig` of transformers, with `peft_config`: each rank
+                reads and quantises one weight of the base at a time, and keeps its shard of the bytes. A folder that
+                bitsandbytes has quantised needs none.
             dtype: Of the weights; "auto" or None: what the config says, else the files.
             torch_dtype: An older name of `dtype`.
             attn_implementation: As in transformers; None: what transformers chooses.
@@ -326,9 +330,9 @@ def _fill(
         raise ConfigurationError("pipeline_config is given and pp_size is 1; leave it out, or give pp_size")
     if peft_config is not None and context.sizes.pp > 1:
         raise ConfigurationError("peft_config cannot be combined with pp_size > 1; use tp_size or dp_size instead")
-    refuse_quantised(meta_model)
     # The model on the meta device stays as transformers built it: values are drawn in it, a layer at a time.
     live: nn.Module = copy.deepcopy(meta_model)
+    base = _quantized_base(live, asked, context, folder)
     saved_config = copy.deepcopy(getattr(meta_model, "config", None))
     if asked["prepare_model"] is not None:
         asked["prepare_model"](live)
@@ -352,6 +356,7 @@ def _fill(
             key_mapping=asked.get("key_mapping"),
             strict=asked.get("strict", True),
             new_head=new_head,
+            base=base,
         )
     if meta_base is not None:
         fill_adapters(whole, meta_base, peft_config, context.device)
@@ -426,6 +431,7 @@ def fill_weights(
     key_mapping: Any = None,
     strict: bool = True,
     new_head: bool = False,
+    base: QuantizedBase | None = None,
 ) -> tuple[str, ...]:
     """Load the values of shards from a folder of Hugging Face files, and draw missing ones; collective.
 
@@ -439,7 +445,13 @@ def fill_weights(
     if folder is not None:
         # Not strict: copies of tied weights are not stored here, and a new head may be missing.
         report = load_hf(model, folder, key_mapping=key_mapping, strict=False)
-        report = replace(report, missing=tuple(name for name in report.missing if name not in copies))
+        quantized, read = (frozenset[str](),) * 2 if base is None else base.fill(model, device, key_mapping)
+        filled.update(quantized)
+        report = replace(
+            report,
+            missing=tuple(name for name in report.missing if name not in filled),
+            unexpected=tuple(key for key in report.unexpected if key not in read),
+        )
         _check(report, folder, meta_model, strict, new_head)
         filled.update(report.loaded)
     return draw_missing(meta_model, model, stages, filled, device)
@@ -568,6 +580,25 @@ def load_generation_config(model: Any, folder: Path) -> None:
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise ConfigurationError(f"{folder}: generation_config.json cannot be read: {words_of(error)}") from error
+
+
+def _quantized_base(
+    live: nn.Module, asked: Mapping[str, Any], context: MeshContext, folder: Path | None
+) -> QuantizedBase | None:
+    """Make modules of a model those of a quantised base, if one is asked for, or in the folder."""
+    given = asked.get("quantization_config")
+    found = getattr(getattr(live, "config", None), "quantization_config", None)
+    if given is None and found is None:
+        return None
+    sizes = context.sizes
+    if folder is None or max(sizes.tp, sizes.pp, sizes.ep) > 1 or asked["peft_config"] is None:
+        raise ConfigurationError(
+            "a quantised base is frozen, and its weights are sharded as bytes: give a folder and peft_config, and "
+            "leave tp_size, pp_size and ep_size out"
+        )
+    if given is not None and found is not None:
+        raise ConfigurationError("the folder is quantised already; leave quantization_config out")
+    return QuantizedBase(found if given is None else given, live, folder, is_ready=given is None)
 
 
 def refuse_quantised(model: nn.Module) -> None:

@@ -93,7 +93,7 @@ def take_quantized_apart(modules: Sequence[nn.Module], ignored: Collection[int] 
         for module in modules
         for path, owner in module.named_modules()
         for attribute, param in owner._parameters.items()
-        if param is not None and id(param) not in ignored and _is_quantized(param)
+        if param is not None and id(param) not in ignored and _is_quantized(param, owner)
     ]
     for name, owner, _, param in found:
         _check(name, owner, param)
@@ -114,14 +114,14 @@ def stored_note(roots: Iterable[nn.Module]) -> str:
     return f"frozen quantised weights ({counts}) are kept and gathered as their bytes (uint8)" if found else ""
 
 
-def _is_bitsandbytes(param: torch.Tensor) -> bool:
-    return type(param).__module__.partition(".")[0] == "bitsandbytes"
+def _is_bitsandbytes(made: object) -> bool:
+    return type(made).__module__.partition(".")[0] == "bitsandbytes"
 
 
-def _is_quantized(param: torch.Tensor) -> bool:
-    """Return True for a parameter of several tensors in one object."""
+def _is_quantized(param: torch.Tensor, owner: nn.Module) -> bool:
+    """Return True for a parameter of several tensors in one object; a DTensor of one has lost its class."""
     local = param._local_tensor if isinstance(param, DTensor) else param
-    if _is_bitsandbytes(local):
+    if _is_bitsandbytes(local) or (local is not param and _is_bitsandbytes(owner)):
         return True
     flatten: Any = getattr(local, "__tensor_flatten__", None)  # a DTensor has it, too
     if flatten is None or isinstance(local, DTensor):

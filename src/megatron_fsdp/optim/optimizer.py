@@ -567,8 +567,23 @@ def are_sharded(params: Iterable[Tensor]) -> bool:
     )
 
 
+def _refuse_local_blocks(optimizer: Optimizer) -> None:
+    """Raise for a class of torchao or bitsandbytes, whose kernels take no shards and whose state cannot be resharded.
+
+    They keep a scale for each block of a rank's part, which other numbers of ranks cut elsewhere.
+    """
+    library = type(optimizer).__module__.partition(".")[0]
+    if library in ("torchao", "bitsandbytes"):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} of {library} steps plain tensors with kernels of its own, and its state for "
+            "blocks of a rank's part fits no other number of ranks; use megatron_fsdp.AdamW8bit, which keeps as few "
+            "bytes, or torch.optim.AdamW"
+        )
+
+
 def _check_member(optimizer: Optimizer, is_sharded: bool) -> None:
     name = type(optimizer).__name__
+    _refuse_local_blocks(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigurationError(
             f"{name} takes sparse gradients alone, and those of a wrapped model are dense under every strategy; use "
@@ -786,6 +801,7 @@ def watched_engines() -> weakref.WeakKeyDictionary[Engine, OptimizerCheck]:
             return
         known = [engine.group_and_index for engine in watchers if optimizer not in engine.connected]
         if any(id(param) in params for params in known for param in params_of(optimizer)):
+            _refuse_local_blocks(optimizer)
             adopted.add(optimizer)
             _adopt(optimizer, watchers)
 

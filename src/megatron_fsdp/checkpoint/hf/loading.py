@@ -229,8 +229,8 @@ def _check_tied(
     for here, _ in boxes:
         for box in portions(here, dtype.itemsize):
             one, other = (torch.empty(box.lengths, dtype=dtype) for _ in range(2))
-            _copy(wanted.sources, [(box, one)], reader)
-            _copy(double, [(box, other)], reader)
+            copy_boxes(wanted.sources, [(box, one)], reader)
+            copy_boxes(double, [(box, other)], reader)
             if not torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)):
                 raise CheckpointError(
                     f"{wanted.live.name} and {name} are one tied weight in the model, and two different ones in "
@@ -245,13 +245,13 @@ def _copy_all(wanted: Sequence[Wanted], held: Mapping[str, list[LocalBox]], file
     try:
         with torch.no_grad():
             for entry in wanted:
-                _copy(entry.sources, held[entry.live.name], reader)
+                copy_boxes(entry.sources, held[entry.live.name], reader)
     except Exception as error:  # whatever it is
         raise CheckpointError(f"{words_of(error)}; the model is partly loaded, load again before using it") from error
     return reader.bytes_read
 
 
-def _copy(sources: Sequence[Source], boxes: Sequence[LocalBox], reader: FolderReader) -> None:
+def copy_boxes(sources: Sequence[Source], boxes: Sequence[LocalBox], reader: FolderReader) -> None:
     """Fill this rank's boxes of one tensor, a portion at a time."""
     for held, view in boxes:
         for part, stored in sources:

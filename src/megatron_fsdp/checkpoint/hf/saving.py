@@ -90,6 +90,12 @@ def save_hf(
     same = {"max_shard_bytes": str(max_shard_bytes), "dtype": str(dtype)}
     together(f"preparing to save {folder}", lambda: None, group, same)
     live = saved_tensors(module)
+    stored = next((each.name for each in live if ".parametrizations." in each.name and each.dtype is torch.uint8), None)
+    if stored is not None:
+        raise ConfigurationError(
+            f"the model has quantised weights ({stored}), whose bytes no Hugging Face file of this package holds; save "
+            "adapters by save_adapter, or the model by torch.distributed.checkpoint"
+        )
     dtypes = {dtype or tensor.dtype for tensor in live if tensor.dtype.is_floating_point}
 
     def write_the_rest(temporary: Path) -> None:

@@ -1,0 +1,173 @@
+"""Quantised bases from folders: the model on the meta device as a library quantises it, then its bytes, by weight.
+
+transformers' own quantizers say which weights are quantised, and quantise or deserialise each. A rank holds one whole
+weight at a time, and keeps its shards of the bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_fsdp.checkpoint.folder import whole_box
+from megatron_fsdp.checkpoint.hf.files import FolderReader, StoredTensor, open_folder
+from megatron_fsdp.checkpoint.hf.live import (
+    LiveTensor,
+    base_tensors,
+    install_weights,
+    keep_local,
+    key_variants,
+    live_tensors,
+    map_keys,
+    unwrap,
+)
+from megatron_fsdp.checkpoint.hf.loading import Match, copy_boxes
+from megatron_fsdp.checkpoint.report import decided_by_first, together
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.formats.quantized import StoredWeight, take_quantized_apart
+
+_READY_MADE = "bitsandbytes"
+"""The library whose quantised folders are read."""
+
+
+class QuantizedBase:
+    """The weights of a model on the meta device that a library quantises.
+
+    Args:
+        config: Of transformers' `quantization_config`.
+        model: On the meta device, as transformers builds it; modules are replaced as the library does.
+        folder: Of its weights.
+        is_ready: The folder is quantised already.
+    """
+
+    def __init__(self, config: Any, model: Any, folder: Path, *, is_ready: bool) -> None:
+        from transformers.quantizers.auto import AutoHfQuantizer
+
+        self._plain, self._folder, self._is_ready = copy.deepcopy(model), folder, is_ready
+        self._skeleton = copy.deepcopy(model)  # without memory; in which weights are quantised, one at a time
+        try:
+            self._quantizer: Any = AutoHfQuantizer.from_config(config, pre_quantized=is_ready)
+            method = self._quantizer.quantization_config.quant_method
+            if method not in (_READY_MADE, "torchao") or (is_ready and method != _READY_MADE):
+                raise ConfigurationError(
+                    f"the {'folder' if is_ready else 'quantization_config'} is of {method}; give BitsAndBytesConfig, "
+                    f"TorchAoConfig, or a folder that {_READY_MADE} has quantised"
+                )
+            self._quantizer.validate_environment(device_map=None)
+            for each in (self._skeleton, model):  # whose modules cannot be copied any more
+                self._quantizer.preprocess_model(model=each, device_map=None, checkpoint_files=None)
+        except (ImportError, ValueError, TypeError, AttributeError) as error:
+            raise ConfigurationError(f"transformers does not take this quantization_config: {error}") from error
+        named = dict(model.named_parameters())
+        self._names = [name for name in named if self._quantizer.param_needs_quantization(model, name)]
+        if not self._names:
+            raise ConfigurationError("the quantization_config quantises no weight of this model; leave it out")
+        self._places: dict[str, tuple[Any, str]] = {}
+        for name in self._names:
+            owner, _, attribute = name.rpartition(".")
+            module = model.get_submodule(owner)
+            plain = self._plain.get_parameter(name)
+            self._take(name, module, attribute, self._quantized(name, torch.zeros(plain.shape, dtype=plain.dtype)))
+            self._places[name] = module, attribute
+        self._quantizer.postprocess_model(model)
+        model.hf_quantizer = self._quantizer  # which peft asks
+
+    def _take(self, name: str, module: Any, attribute: str, weight: nn.Parameter) -> None:
+        """Put a weight into a module as its bytes, on the meta device."""
+        module._parameters[attribute] = weight
+        take_quantized_apart([module])
+        stored = module.parametrizations[attribute]
+        stored[0].name = name
+        for key, param in stored._parameters.items():
+            stored._parameters[key] = nn.Parameter(param.to("meta"), requires_grad=False)
+
+    def _quantized(self, name: str, value: torch.Tensor) -> nn.Parameter:
+        """Quantise a whole weight as the library does."""
+        operation = self._quantizer.get_quantize_ops()
+        return self._converted(operation, name, {name: [value]})
+
+    def _converted(self, operation: Any, name: str, given: Mapping[str, Any]) -> nn.Parameter:
+        """Run an operation of transformers for a weight in the skeleton, which is as before then."""
+        owner, _, attribute = name.rpartition(".")
+        module: Any = self._skeleton.get_submodule(owner)
+        before = module._parameters[attribute]
+        with torch.no_grad():
+            made = operation.convert(dict(given), model=self._skeleton, full_layer_name=name, missing_keys=set())
+        found = next(iter(made.values()), None)
+        weight: nn.Parameter = module._parameters[attribute] if found is None else found
+        module._parameters[attribute] = before
+        weight.requires_grad_(False)
+        return weight
+
+    def fill(self, model: nn.Module, device: torch.device, key_mapping: Any) -> tuple[frozenset[str], frozenset[str]]:
+        """Read the weights into the shards of a model; collective.
+
+        Returns:
+            The names of the parameters that were filled, and the keys of the folder that were read.
+        """
+        files = decided_by_first(lambda: open_folder(self._folder), f"opening {self._folder}")
+        stored = {name: files.tensors[key] for name, key in map_keys(files.tensors, key_mapping).items()}
+        lives = [self._live(name) for name in self._names]
+        boxes = [[each.local_boxes() for each in of_weight] for of_weight in lives]
+        reader, used = FolderReader(self._folder), set[str]()
+        read = self._read_ready if self._is_ready else self._reader_of_plain(stored)
+
+        def load() -> None:
+            for name, of_weight in zip(self._names, boxes, strict=True):
+                owner = self._skeleton.get_submodule(name.rpartition(".")[0])
+                weight, keys = read(name, stored, reader, device)
+                values = StoredWeight(name, owner, weight).right_inverse(weight)
+                shapes = [tuple(live.shape) for live in lives[self._names.index(name)]]
+                if [tuple(value.shape) for value in values] != shapes:
+                    raise CheckpointError(f"{name} is quantised otherwise in {self._folder} than its config says")
+                for places, value in zip(of_weight, values, strict=True):
+                    keep_local(places, value)
+                used.update(keys)
+
+        together(f"quantising {self._folder}", load)
+        filled = [live for of_weight in lives for live in of_weight]
+        install_weights(model, filled)
+        ids = {id(live.tensor) for live in filled}
+        names = {each.name for each in base_tensors(unwrap(model))[1] if id(each.tensor) in ids}
+        return frozenset(names), frozenset(used)
+
+    def _live(self, name: str) -> list[LiveTensor]:
+        module, attribute = self._places[name]
+        params = module.parametrizations[attribute]._parameters
+        return [LiveTensor(f"{name} ({key})", (name,), param, True) for key, param in params.items()]
+
+    def _reader_of_plain(self, stored: Mapping[str, StoredTensor]) -> Any:
+        """Return the function that reads a weight in floating point, and quantises it."""
+        match = Match(self._plain, live_tensors(self._plain), stored)
+        wanted = {alias: each for each in match.wanted for alias in each.live.aliases}
+
+        def read(name: str, _: Any, reader: FolderReader, device: torch.device) -> tuple[nn.Parameter, set[str]]:
+            if name not in wanted:
+                raise CheckpointError(
+                    f"{self._folder} has no weight {name} of this shape; give the folder of the model"
+                )
+            each = wanted[name]
+            value = torch.empty(each.live.shape, dtype=each.live.dtype)
+            copy_boxes(each.sources, [(whole_box(each.live.shape), value)], reader)
+            return self._quantized(name, value.to(device)), {found.key for _, found in each.sources}
+
+        return read
+
+    def _read_ready(
+        self, name: str, stored: Mapping[str, StoredTensor], reader: FolderReader, device: torch.device
+    ) -> tuple[nn.Parameter, set[str]]:
+        """Read a weight that is quantised already, with its scales."""
+        key = next((each for each in key_variants(self._plain, name) if each in stored), None)
+        if key is None:
+            raise CheckpointError(f"{self._folder} has no weight {name}; give the folder of the model")
+        owner = key.rpartition(".")[0]
+        beside = (f"{key}.", f"{owner}.SCB", f"{owner}.weight_format")
+        parts = {each.removeprefix(f"{owner}."): stored[each] for each in stored if each.startswith((key, *beside))}
+        values = {part: reader.read(found, whole_box(found.shape)).clone().to(device) for part, found in parts.items()}
+        operation = self._quantizer.get_load_operations()["deserialize"](self._quantizer)
+        return self._converted(operation, name, values), {found.key for found in parts.values()}
