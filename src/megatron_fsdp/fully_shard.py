@@ -506,10 +506,9 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
     Raises:
         ConfigurationError: As `fully_shard_model`, or the optimizer holds a parameter that is not the model's.
     """
-    from megatron_fsdp.engine.hooks import compiled_in_place
     from megatron_fsdp.optim.optimizer import check_before_sharding, move_to_sharded
     from megatron_fsdp.sharding.mesh import mesh_device_type
-    from megatron_fsdp.wrap.shard_unit import check_not_wrapped
+    from megatron_fsdp.wrap.shard_unit import check_not_wrapped, compiled_in_place
 
     bound = inspect.signature(fully_shard_model).bind(module, *args, **kwargs)
     bound.apply_defaults()

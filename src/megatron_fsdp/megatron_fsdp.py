@@ -36,7 +36,7 @@ from megatron_fsdp.debug.lifetimes import check_lifetimes
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, describe, memory_of
 from megatron_fsdp.dtensor.tensor import check_conversion
-from megatron_fsdp.engine.hooks import calls_of, compiled_in_place
+from megatron_fsdp.engine.hooks import calls_of
 from megatron_fsdp.engine.hooks import join as join_units
 from megatron_fsdp.engine.memory_plan import bucket_count
 from megatron_fsdp.engine.observer import Observer
@@ -67,7 +67,7 @@ from megatron_fsdp.state.statistics import (
     parameter_digests,
     parameter_statistics,
 )
-from megatron_fsdp.wrap.shard_unit import refuse_torch
+from megatron_fsdp.wrap.shard_unit import compiled_in_place, refuse_torch
 from megatron_fsdp.wrap.wrap import Grouping, UnitGrouping, assemble
 
 StateDict = dict[str, Any]
@@ -584,13 +584,19 @@ class MegatronFSDP(nn.Module):
         return GradReducePipeline(self._engine)
 
     @property
+    def _largest_unit_numel(self) -> int:
+        """Elements of the largest unit besides the root, padding included; the root's if it is the only unit."""
+        sizes = [sum(group.plan.layout.numel for group in unit.groups) for unit in self._engine.units]
+        return max(sizes[1:], default=sizes[0])
+
+    @property
     def suggested_AG_prefetch_size(self) -> int:  # noqa: N802 (the published name)
         """Elements to prefetch: units ahead, times the largest unit; 0: no prefetching.
 
         Setting it gathers as many units ahead as fit, at least one for any size but 0, in both directions. The number
         of slots grows with it (and does not shrink again), unless `max_gathered_units` or a double buffer fixes it.
         """
-        return self._engine.scheduler.config.forward_prefetch_units * self._engine.largest_unit_numel
+        return self._engine.scheduler.config.forward_prefetch_units * self._largest_unit_numel
 
     @suggested_AG_prefetch_size.setter
     def suggested_AG_prefetch_size(self, numel: int) -> None:  # noqa: N802
@@ -603,7 +609,7 @@ class MegatronFSDP(nn.Module):
         Setting it changes the number of buckets: as many as fit, at least one (then every reduction is waited for
         before the next unit's gradients come).
         """
-        return self._engine.executor.bucket_count * self._engine.largest_unit_numel
+        return self._engine.executor.bucket_count * self._largest_unit_numel
 
     @suggested_RS_queue_capacity.setter
     def suggested_RS_queue_capacity(self, numel: int) -> None:  # noqa: N802

@@ -13,8 +13,7 @@ from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.config.engine_options import MemoryOptions
-from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, find_units, merge_small_units, message_bytes
-from megatron_fsdp.wrap.wrap import plan_units
+from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, find_units, merge_small_units, message_bytes, plan_units
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement
 from tests.support.case import FP32, ONE_RANK, Run, Scenario, Setting, check_jobs, three_steps

@@ -256,7 +256,7 @@ def check_lifetimes(engine: Engine) -> None:
     """
     if engine.scheduler.in_forward or engine.scheduler.in_backward:
         raise ScheduleError("check_lifetimes was called inside a forward or backward; call it between steps")
-    if not engine.observers.include(LifetimeChecker):
+    if not any(isinstance(each, LifetimeChecker) for each in engine.observers.watching):
         # Reshard everything: the checker knows nothing of weights that were gathered before.
         engine.executor.run(engine.scheduler.weights_changed())
         engine.observers.add(LifetimeChecker(engine.units))

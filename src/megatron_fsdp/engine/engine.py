@@ -897,19 +897,11 @@ class Engine:
             self.executor.run(self.scheduler.prefetch_requested(unit.index))
             if wait:
                 unit.wait_for_unshard()
-        if wait:
-            self.await_weights()
 
     def await_weights(self) -> None:
         """Wait for the all-gathers of `prefetch_weights`."""
         for unit in self.units:
             unit.wait_for_unshard()
-
-    @property
-    def largest_unit_numel(self) -> int:
-        """Elements of the largest unit besides the root, padding included; the root's if it is the only unit."""
-        sizes = [sum(group.plan.layout.numel for group in unit.groups) for unit in self.units]
-        return max(sizes[1:], default=sizes[0])
 
     def set_prefetch(self, numel: int) -> None:
         """Prefetch as many units as fit into `numel` elements; see `prefetch_depth`."""

@@ -297,8 +297,8 @@ def _tensors_of(value: Any) -> list[Tensor]:
 #
 # Hooks swap parameters and communicate, which no graph can hold, so the compiler is kept out of them. A unit that was
 # compiled in place before sharding is called inside its hooks instead of with them, so that its graph is whole (also
-# with `fullgraph=True`). Models in an `OptimizedModule` of `torch.compile` are taken out of it and compiled in entry,
-# with the same options, so that names of parameters stay what they are.
+# with `fullgraph=True`). Models in an `OptimizedModule` of `torch.compile` are taken out of it and compiled in place,
+# with the same options, so that names of parameters stay what they are (`compiled_in_place` of `wrap/shard_unit.py`).
 
 _REASON = (
     "the hooks of a sharded unit communicate; compile units before fully_shard (fullgraph=True then holds for the "
@@ -332,31 +332,6 @@ def surround(module: nn.Module, before: Callable[..., None], after: Callable[...
         return after(None, args, kwargs, output)
 
     module._compiled_call_impl = torch.compiler.disable(call, recursive=False)
-
-
-def compiled_in_place(module: nn.Module) -> nn.Module:
-    """Return the module in the `OptimizedModule` of `torch.compile(module)`, compiled in place; any other as it is."""
-    if "torch._dynamo" not in sys.modules:
-        return module  # nothing can have been compiled
-    module = _unboxed(module)
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if child is not None:
-                parent._modules[name] = _unboxed(child)
-    return module
-
-
-def _unboxed(module: nn.Module) -> nn.Module:
-    if not isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
-        return module
-    inner, context = module._orig_mod, getattr(module, "dynamo_ctx", None)
-    if context is None:
-        raise ConfigurationError(
-            f"the options with which a {type(inner).__name__} was compiled cannot be read; compile it in place by "
-            "module.compile(...) instead of torch.compile(module, ...)"
-        )
-    inner._compiled_call_impl = context(inner._call_impl)
-    return inner
 
 
 # Taking part in a unit's communication without computing with it, for ranks that have no data for the unit.

@@ -138,10 +138,6 @@ class Observers:
         self.watching = (*self.watching, observer)
         self.active = True
 
-    def include(self, kind: type[Observer]) -> bool:
-        """Return True if an observer of this kind was added."""
-        return any(isinstance(observer, kind) for observer in self.watching)
-
     def remove(self, observer: Observer) -> None:
         """Remove an observer."""
         self.watching = tuple(other for other in self.watching if other is not observer)

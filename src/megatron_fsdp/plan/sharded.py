@@ -27,9 +27,8 @@ from megatron_fsdp.plan.muon import MuonWork, muon_matrices, muon_work
 from megatron_fsdp.plan.setup import MUON, OPTIMIZERS, LocalShard, Setup
 from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.placement import placements_for
-from megatron_fsdp.sharding.units import looked_up
+from megatron_fsdp.sharding.units import looked_up, plan_units
 from megatron_fsdp.sharding.weight_formats import Fp8Compute
-from megatron_fsdp.wrap.wrap import plan_units
 
 UnitModules = Sequence[type[nn.Module] | str] | str | None
 _META = torch.device("meta")

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
+from megatron_fsdp.config.engine_options import MemoryOptions
 from megatron_fsdp.config.import_path import import_by_path
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.weight_formats import WeightFormat
@@ -464,6 +465,35 @@ def message_bytes(unit_bytes: Sequence[int], num_ranks: int) -> int:
     largest = max(unit_bytes[ROOT_UNIT + 1 :], default=0)
     fast = max(_LATENCY_BYTES, min(num_ranks * _LATENCY_BYTES_PER_RANK, largest))
     return min(fast, max(largest, int(_MOST_OF_A_SHARD * sum(unit_bytes) / num_ranks)))
+
+
+def plan_units(
+    module: nn.Module,
+    unit_modules: Sequence[type[nn.Module] | str] | str | None,
+    memory: MemoryOptions,
+    num_ranks: int,
+    *,
+    shapes_are_alike: bool,
+) -> UnitPlan:
+    """Find the units of a model; split them for fine-grained all-gathers, or merge small neighbours; it is only read.
+
+    `num_ranks` are data-parallel ones. `shapes_are_alike`: all ranks hold tensors of the same shapes. Experts and
+    tensor-parallel parts may not, and then nothing is merged, since all ranks have to merge the same.
+    """
+    plan = find_units(module, unit_modules, adds_ends=memory.cuts_root)
+    memory.check_plan(len(plan.units) - 1)
+    if memory.fine_grained:
+        return refine_units(module, plan, memory.whole_types)
+    if not shapes_are_alike:
+        return plan
+    params = dict(module.named_parameters())
+    held = [sum(params[name].nbytes for name in unit.parameters) for unit in plan.units]
+    if memory.message_bytes is not None:
+        return merge_small_units(plan, held, memory.message_bytes)
+    if memory.communication_unit_numel is not None:
+        numels = [sum(params[name].numel() for name in unit.parameters) for unit in plan.units]
+        return merge_small_units(plan, numels, memory.communication_unit_numel)
+    return merge_small_units(plan, held, message_bytes(held, num_ranks))
 
 
 def merge_small_units(plan: UnitPlan, sizes: Sequence[int], limit: int) -> UnitPlan:

@@ -6,11 +6,13 @@ are there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -136,6 +138,31 @@ def check_not_wrapped(module: object) -> None:
             raise ConfigurationError(
                 f"the model{at} is sharded by {by} already; leave that out and give the plain model"
             )
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    """Return the module in the `OptimizedModule` of `torch.compile(module)`, compiled in place; any other as it is."""
+    if "torch._dynamo" not in sys.modules:
+        return module  # nothing can have been compiled
+    module = _unboxed(module)
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child is not None:
+                parent._modules[name] = _unboxed(child)
+    return module
+
+
+def _unboxed(module: nn.Module) -> nn.Module:
+    if not isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+        return module
+    inner, context = module._orig_mod, getattr(module, "dynamo_ctx", None)
+    if context is None:
+        raise ConfigurationError(
+            f"the options with which a {type(inner).__name__} was compiled cannot be read; compile it in place by "
+            "module.compile(...) instead of torch.compile(module, ...)"
+        )
+    inner._compiled_call_impl = context(inner._call_impl)
+    return inner
 
 
 def refuse_torch(module: nn.Module) -> None:

@@ -36,15 +36,7 @@ from megatron_fsdp.formats.tensor_extensions import (
 )
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, make_rank_mesh
 from megatron_fsdp.sharding.placement import placements_for
-from megatron_fsdp.sharding.units import (
-    UnitPlan,
-    find_units,
-    looked_up,
-    merge_small_units,
-    message_bytes,
-    parameter_owners,
-    refine_units,
-)
+from megatron_fsdp.sharding.units import UnitPlan, looked_up, parameter_owners, plan_units
 from megatron_fsdp.sharding.weight_formats import WeightFormat
 from megatron_fsdp.state.experts import find_expert_names
 from megatron_fsdp.wrap.in_place import KnownPlans, finish_in_place, shard_in_place
@@ -80,35 +72,6 @@ class UnitGrouping(Grouping):
     def cut_numel(self, num_ranks: int) -> int | None:
         """Return the elements at which the root's parameters are cut into groups; None: never."""
         return self.memory.root_group_numel_on(num_ranks)
-
-
-def plan_units(
-    module: nn.Module,
-    unit_modules: Sequence[type[nn.Module] | str] | str | None,
-    memory: MemoryOptions,
-    num_ranks: int,
-    *,
-    shapes_are_alike: bool,
-) -> UnitPlan:
-    """Find the units of a model; split them for fine-grained all-gathers, or merge small neighbours; it is only read.
-
-    `num_ranks` are data-parallel ones. `shapes_are_alike`: all ranks hold tensors of the same shapes. Experts and
-    tensor-parallel parts may not, and then nothing is merged, since all ranks have to merge the same.
-    """
-    plan = find_units(module, unit_modules, adds_ends=memory.cuts_root)
-    memory.check_plan(len(plan.units) - 1)
-    if memory.fine_grained:
-        return refine_units(module, plan, memory.whole_types)
-    if not shapes_are_alike:
-        return plan
-    params = dict(module.named_parameters())
-    held = [sum(params[name].nbytes for name in unit.parameters) for unit in plan.units]
-    if memory.message_bytes is not None:
-        return merge_small_units(plan, held, memory.message_bytes)
-    if memory.communication_unit_numel is not None:
-        numels = [sum(params[name].numel() for name in unit.parameters) for unit in plan.units]
-        return merge_small_units(plan, numels, memory.communication_unit_numel)
-    return merge_small_units(plan, held, message_bytes(held, num_ranks))
 
 
 def assemble(
