@@ -291,8 +291,8 @@ class Unit:
             torch._C._autograd._unsafe_set_version_counter(self._slotted, self._versions[version])
 
     def _use(self, block: Block) -> None:
-        # Only while no forward waits for its backward is this another block than before. See Note [Slots and saved
-        # views].
+        # Only while no forward waits for its backward is this another block than before.
+        # See Note [Slots and saved views] in `schedule.py`.
         self._block = block
         for group_index, (group, offset) in enumerate(zip(self.groups, self._gather_offsets, strict=True)):
             if not group.plan.gathered_bytes:
