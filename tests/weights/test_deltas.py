@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
-from megatron_fsdp.errors import ScheduleError
+from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.fsdp2 import fully_shard
 from megatron_fsdp.weights import Patch, Shard, WeightSource
 from tests.checkpoint.hf.hf_models import build, same_tensors
@@ -160,10 +161,18 @@ def test_deltas_without_their_base_are_refused() -> None:
 
     assert "there is no snapshot to compare with; give snapshot=" in refused()
     assert "no pass was completed since the last commit()" in refusal(source.commit, error=ScheduleError)
+    begun: Any = iter(source)
+    next(begun)
+    begun.close()
+    assert "no pass was completed since the last commit()" in refusal(source.commit, error=ScheduleError)
     list(source)
     assert "there is no snapshot" in refused()
     source.commit()
     assert list(source.changed(0)) == []
+    for given, words in ((-1, "dense_above=-1; give a part"), (dist.get_rank(), "ranks differ: dense_above is 0 on ")):
+        assert words in refusal(lambda part: list(source.changed(dense_above=part)), given)
+    with pytest.raises(ConfigurationError, match="has no version; give what state_dict"):
+        source.load_state_dict({})
     assert "the receiver has version 7, and the snapshot is of version 0; send everything first" in refused(since=7)
     source.close()
     assert "there is no snapshot" in refused()

@@ -159,6 +159,10 @@ def test_adapters_that_are_not_asked_for_or_cannot_be_merged_are_refused() -> No
     assert refusal(lambda: WeightSource(sharded).metadata()).startswith(
         'the model has adapters; give adapters="merged"'
     )
+    if dist.get_rank() == 1:
+        sharded.module.base_model.disable_adapter_layers()
+    words = r"the plan is \d+ gathers with 10 factors of adapters .* on rank 0, \d+ gathers with 0 factors"
+    assert re.search(words, refusal(lambda: WeightSource(sharded, adapters="merged").metadata()))
     dora = adapted("llama", use_dora=True)
     assert "uses a variant of LoRA (such as DoRA); only LoRA on" in refusal(
         lambda: WeightSource(dora, adapters="merged").metadata()

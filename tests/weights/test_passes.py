@@ -131,9 +131,14 @@ def test_every_way_of_sharding_gives_the_same_tensors_in_the_same_order(way: Cal
     model = build("mixtral")
     wanted = list(WeightSource(model, bucket_bytes=10**9))
     assert len(wanted) == len(dict(wanted)) == 41
-    found = list(WeightSource(way(model), bucket_bytes=2000))
-    assert [name for name, _ in found] == [name for name, _ in wanted]
-    assert same_tensors(dict(found), dict(wanted))  # type: ignore[arg-type]
+    model = way(model)
+    for destination in ("all", 1, "spread"):
+        source = WeightSource(model, bucket_bytes=2000, destination=destination)
+        found, held = list(source), source.held_names()
+        assert [name for name, _ in found] == [name for name, _ in wanted]
+        mine = {name: tensor for name, tensor in wanted if held is None or name in held}
+        assert same_tensors({name: tensor for name, tensor in found if tensor is not None}, mine)  # type: ignore[arg-type]
+        assert sum(of_ranks(len(mine))) == (82 if destination == "all" else 41)
 
 
 @on_ranks(4)
@@ -377,7 +382,7 @@ def test_a_rank_that_stops_in_the_middle_is_named_and_training_goes_on(way: str)
 
 @on_ranks(2)
 def test_what_cannot_be_sent_is_refused_on_all_ranks() -> None:
-    model = trained("llama", 3)
+    model, here = trained("llama", 3), dist.get_rank()
 
     def refused(words: str, **arguments: Any) -> None:
         message = refusal(lambda: WeightSource(model, **arguments).metadata(), error=ConfigurationError)
@@ -391,7 +396,20 @@ def test_what_cannot_be_sent_is_refused_on_all_ranks() -> None:
     refused("include='nothing' leaves no tensor", include="nothing")
     refused("names gives 'model.*' and 'model.*' the same name 'x'", names=lambda _: "x")
     refused("names .* is no set of regular expressions", names={"(": "x"})
-    refused("ranks differ: bucket_bytes is 100 on rank 0, 101 on rank 1", bucket_bytes=100 + dist.get_rank())
+    refused(r"include has '\(', which is no regular expression: missing", include="(")
+    refused("dtype has 3, which is no regular expression: first argument must be", dtype={3: torch.float32})
+    # Those that decide on collectives are compared before the first of them.
+    refused("ranks differ: bucket_bytes is 100 on rank 0, 101 on rank 1", bucket_bytes=100 + here)
+    refused("ranks differ: values is main on rank 0, computed on rank 1", values=("main", "computed")[here])
+    refused("ranks differ: destination is all on rank 0, 0 on rank 1", destination=("all", 0)[here])
+    refused("ranks differ: names, dtypes and shapes is", include=lambda name: str(here) in name)
+    alone = [dist.new_group([rank]) for rank in range(2)]
+    with pytest.raises(
+        ConfigurationError, match=rf"group has the ranks \[{here}\], and the model is on .*{1 - here}\]"
+    ):
+        WeightSource(model, group=alone[here])
+    with pytest.raises(ConfigurationError, match=r"group has the ranks \[\], and the model"):
+        WeightSource(model, group=alone[1 - here])
     model = trained("mixtral", 3)
     without_layer = {r"model\.layers\.0\.block_sparse_moe\.": ""}
     refused("the names do not follow the model's layers", names=without_layer, include="^experts")

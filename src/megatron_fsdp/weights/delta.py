@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megatron_fsdp.checkpoint.folder import whole_box
-from megatron_fsdp.comm.agreement import Groups, is_first_in, rank_of
+from megatron_fsdp.comm.agreement import Groups, is_first_in
 from megatron_fsdp.comm.axis import all_gather_flat, as_sent
 from megatron_fsdp.engine.memory import shard_view
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
@@ -101,8 +101,7 @@ def _boxes_of(source: Source, values: str, ranks: Groups) -> tuple[list[tuple[Bo
         is_alone = all(not place.is_replicate() or not here for place, here in zip(placements, at, strict=True))
         local = tensor._local_tensor
         return ([(Box(tuple(offsets), tuple(shape)), local.view(shape))] if local.numel() else []), is_alone
-    is_first = is_first_in(ranks) if ranks else not rank_of()
-    return ([(whole_box(tensor.shape), tensor)] if tensor.numel() else []), is_first
+    return ([(whole_box(tensor.shape), tensor)] if tensor.numel() else []), is_first_in(ranks)
 
 
 def _runs(box: Box, shape: Sequence[int]) -> tuple[list[int], int]:
@@ -195,7 +194,7 @@ class Snapshot:
 
 
 def _several(groups: Groups) -> Iterator[tuple[dist.ProcessGroup, int]]:
-    for group in groups or ((dist.group.WORLD,) if dist.is_initialized() else ()):
+    for group in groups:
         if group is not None and (size := dist.get_world_size(group)) > 1:
             yield group, size
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -99,6 +100,11 @@ class Source:
         return group, self.dtype, self.parts is not None
 
     @property
+    def gathered(self) -> tuple[object, ...]:
+        """The arguments of its gather, which are the same on every rank."""
+        return len(self.names), self.shape, self.dtype, self.receiver
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes beside the model while it is gathered; parts are put together beside each other."""
         times = 1 if self.parts is None else 2
@@ -132,6 +138,20 @@ class Plan:
     def metas(self) -> list[ParamMeta]:
         """The metadata."""
         return [wire.meta for wire in self.wires]
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The facts that ranks compare: they have to be the same on all of them."""
+        factors = sum(len(source.factors) for bucket in self.buckets for source in bucket)
+        gathers = [[(*each.gathered, [f.gathered for f in each.factors]) for each in of] for of in self.buckets]
+        return {
+            "names, dtypes and shapes": _digest([(*vars(meta).values(),) for meta in self.metas]),
+            "the plan": f"{len(self.buckets)} gathers with {factors} factors of adapters ({_digest(gathers)})",
+        }
+
+
+def _digest(facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

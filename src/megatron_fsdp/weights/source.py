@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from enum import IntEnum
@@ -12,9 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.checkpoint.hf.live import KeyMapping, engines_of, unwrap
-from megatron_fsdp.comm.agreement import Groups, all_agree, device_over, gather_over, over, raise_together, rank_of
+from megatron_fsdp.comm.agreement import (
+    Groups,
+    all_agree,
+    default_if_all,
+    device_over,
+    gather_over,
+    over,
+    raise_together,
+    rank_of,
+)
 from megatron_fsdp.comm.axis import all_gather_flat
 from megatron_fsdp.comm.streams import SideStream, default_device
 from megatron_fsdp.dtensor.shard_spec import local_tensor
@@ -109,6 +120,7 @@ class WeightSource:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigurationError(f"model is a {type(model).__name__}; give an nn.Module, sharded or not")
+        _check_group(model, group)
         self._model, self._group = model, group
         self._choice = Choice(dtype, names, tied, experts, adapters, include, buffers, values, bucket_bytes)
         self._destination = destination
@@ -139,17 +151,23 @@ class WeightSource:
 
     def _planned(self) -> Plan:
         self._find_engines()
-        if self._plan is None or self._planned_for != self._parameter_ids():
+        if not self._is_planned:
             self._snapshot.clear()  # its ranges are those of the plan
-            with all_agree("planning the weights to send", self.ranks) as facts:
+            doing = "planning the weights to send"
+            with all_agree(doing, self.ranks) as facts:
                 self._check_arguments()
+                told = {**vars(self._choice), "destination": self._destination, "snapshot": self._keeps}
+                facts |= {name: str(value) for name, value in told.items() if not callable(value)}
+            with all_agree(doing, self.ranks) as facts:  # which collectives follow depends on these arguments
                 made = make_plan(unwrap(self._model), self._choice, self.ranks, self._receivers())
-                digest = hashlib.sha256(repr([(*vars(meta).values(),) for meta in made.metas]).encode()).hexdigest()
-                told = {"bucket_bytes": self._choice.bucket_bytes, "destination": self._destination}
-                told |= {"snapshot": self._keeps}
-                facts |= {name: str(value) for name, value in told.items()} | {"names, dtypes and shapes": digest}
+                facts |= made.facts
             self._plan, self._planned_for = made, self._parameter_ids()
+        assert self._plan is not None
         return self._plan
+
+    @property
+    def _is_planned(self) -> bool:
+        return self._plan is not None and self._planned_for == self._parameter_ids()
 
     def _find_engines(self) -> None:
         """Find the engines anew: `fsdp2` makes one in the first forward. Versions go on, with another one for it."""
@@ -165,7 +183,7 @@ class WeightSource:
     def ranks(self) -> Groups:
         """Process groups that together reach all ranks of the model."""
         if self._group is not None or len(self._engines) != 1:
-            return over(self._group)
+            return default_if_all(over(self._group))
         return self._engines[0].reaching_all
 
     def _check_arguments(self) -> None:
@@ -190,12 +208,22 @@ class WeightSource:
                     f"dtype={choice.dtype!r} is no floating-point torch.dtype; give one, None, or a mapping from "
                     "regular expressions to such"
                 )
+        dtypes = choice.dtype if isinstance(choice.dtype, Mapping) else {}
+        patterns = {"dtype": [*dtypes], "include": [] if callable(choice.include) else [choice.include or ""]}
+        for argument, given in patterns.items():
+            for pattern in given:
+                try:
+                    re.compile(pattern)
+                except (TypeError, re.error) as error:
+                    raise ConfigurationError(
+                        f"{argument} has {pattern!r}, which is no regular expression: {error}"
+                    ) from None
 
     def _receivers(self) -> list[int] | None:
         """Return the global ranks that the tensors are shared out to; None: every rank gets all."""
-        ranks = sorted(gather_over(self.ranks or (None,), rank_of()))  # also for "all": another rank may differ
         if self._destination == "all":
             return None
+        ranks = sorted(gather_over(self.ranks, rank_of()))
         if self._group is not None:
             ranks = dist.get_process_group_ranks(self._group)
         if self._destination == "spread":
@@ -279,7 +307,9 @@ class WeightSource:
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Go on from the version of a checkpoint, once its weights are loaded."""
-        self._first_version += int(state_dict["version"]) - self.version
+        if type(state_dict.get("version")) is not int:
+            raise ConfigurationError(f"{dict(state_dict)} has no version; give what state_dict() has returned")
+        self._first_version += state_dict["version"] - self.version
 
     def digest(self, names: Collection[str] | None = None) -> dict[str, str]:
         """Return the SHA-256 of the bytes of each tensor that this rank gets, in a pass of its own."""
@@ -314,8 +344,9 @@ class WeightSource:
 
         Raises:
             ScheduleError: There is no snapshot, or of another version: send everything first.
+            ConfigurationError: `dense_above` is no such number, or another one than on other ranks.
         """
-        check = partial(self._check_snapshot, since)
+        check = partial(self._check_snapshot, since, dense_above)
         return self._pass("a pass over changed weights", partial(self._delta, dense_above=dense_above), check)
 
     def commit(self) -> None:
@@ -336,16 +367,17 @@ class WeightSource:
         self._snapshot.clear()
 
     def _pass(
-        self, what: str, make: Callable[[Plan], Iterator[Any]], check: Callable[[], object] = lambda: None
+        self, what: str, make: Callable[[Plan], Iterator[Any]], check: Callable[[], Mapping[str, str]] = dict
     ) -> Iterator[Any]:
         """Iterate over one pass over one version of the weights, and send the others its outcome here."""
         self._find_engines()
         with ExitStack() as stack:
             with all_agree(what, self.ranks) as facts:
                 self._refuse(f"{what} was begun")
-                check()
-                facts["version"] = self.label
-                facts["plan"] = str(self._plan is not None and self._planned_for == self._parameter_ids())
+                facts |= {**check(), "version": self.label}
+                facts["knowing the metadata"] = str(
+                    self._plan is not None and self._planned_for == self._parameter_ids()
+                )
             plan = self._planned()
             self._begin(stack, what)
             is_told = False
@@ -391,8 +423,7 @@ class WeightSource:
     def _exchange(self, value: int) -> list[int]:
         """All-gather one integer."""
         values = [int(value)]
-        groups = [group for group in self.ranks or [dist.group.WORLD] if group is not None]
-        for group in groups if dist.is_initialized() else ():
+        for group in [group for group in self.ranks if group is not None]:
             sent = torch.tensor(values, dtype=torch.int64, device=device_over([group]))
             received = sent.new_empty(len(values) * dist.get_world_size(group))
             all_gather_flat(received, sent, group=group)
@@ -424,8 +455,11 @@ class WeightSource:
                 yield wire.meta.name, tensor
                 del tensor
 
-    def _check_snapshot(self, since: int | None) -> None:
+    def _check_snapshot(self, since: int | None, dense_above: Any) -> dict[str, str]:
+        """Return the facts of a delta to compare over ranks, once they fit here."""
         version = self._snapshot.version
+        if not isinstance(dense_above, int | float) or not dense_above >= 0:
+            raise ConfigurationError(f"dense_above={dense_above!r}; give a part of a tensor, from 0 to 1")
         if version is None:
             raise ScheduleError(
                 'there is no snapshot to compare with; give snapshot="device" or "cpu", send everything, and commit()'
@@ -434,6 +468,7 @@ class WeightSource:
             raise ScheduleError(
                 f"the receiver has version {since}, and the snapshot is of version {version}; send everything first"
             )
+        return {"dense_above": f"{dense_above}", "the version of the snapshot": f"{version}"}
 
     def _delta(self, plan: Plan, dense_above: float) -> Iterator[Patch]:
         changes = self._snapshot.changes(self.version, local_shards(plan, self._choice.values, self.ranks))
@@ -472,6 +507,20 @@ class WeightSource:
         for wire, made in complete(plan, bucket, found, pending, only):
             yield wire, made if made is None or self._device is None else made.to(self._device)
             del made
+
+
+def _check_group(model: nn.Module, group: object) -> None:
+    """Raise unless a group is None, or has this rank and all others that hold the model."""
+    if group is None:
+        return
+    meshes = {id(param.device_mesh): param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
+    needed = {rank_of(), *(rank for mesh in meshes.values() for rank in mesh.mesh.flatten().tolist())}
+    there = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []
+    if missing := sorted(needed - set(there)):
+        raise ConfigurationError(
+            f"group has the ranks {there}, and the model is on the ranks {missing}, too; give a group of all of them, "
+            "or None"
+        )
 
 
 def _engines_of(model: nn.Module) -> list[Engine]:
