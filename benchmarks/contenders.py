@@ -136,6 +136,13 @@ class Contender:
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
+    def hidden_bytes(self) -> int:
+        """Count bytes that no Python object holds: the buckets of torch's DDP, unless gradients are views of them."""
+        if not isinstance(self.model, TorchDDP) or self.model.gradient_as_bucket_view:
+            return 0
+        told = self.model._get_ddp_logging_data()
+        return sum(map(int, str(told.get("rebuilt_bucket_sizes") or told["bucket_sizes"]).split(",")))
+
     def traffic(self) -> Traffic | None:
         """Return this rank's traffic so far; None for contenders that do not count it."""
         return self.model.traffic() if isinstance(self.model, MegatronFSDP) else None

@@ -194,7 +194,9 @@ def live_bytes(name: str, setting: Setting, microbatches: Sequence[Microbatch]) 
             _settle(contender, microbatches)
             return contender
 
-        return live_host_bytes(build, lambda contender: contender.step(microbatches))
+        return live_host_bytes(
+            build, lambda contender: contender.step(microbatches), lambda contender: contender.hidden_bytes()
+        )
     before = torch.accelerator.memory_allocated(setting.device)
     contender = build_contender(name, setting)
     _settle(contender, microbatches)
@@ -212,11 +214,14 @@ def _settle(contender: Contender, microbatches: Sequence[Microbatch]) -> None:
     gc.collect()
 
 
-def live_host_bytes(build: Callable[[], _Found], act: Callable[[_Found], object]) -> LiveBytes:
+def live_host_bytes(
+    build: Callable[[], _Found], act: Callable[[_Found], object], hidden: Callable[[_Found], int] = lambda _: 0
+) -> LiveBytes:
     """Return the live bytes of an act by the profiler, with those of what is built for it, and without earlier ones.
 
     It does not see what the threads of gloo free, such as what a collective has kept until it was over. What it takes
     for held after the step and is not is taken off the peak: all of it, so that no contender looks worse than it is.
+    `hidden`: bytes of what was built that no Python object holds.
     """
     before = _bytes_of_tensors()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -224,7 +229,7 @@ def live_host_bytes(build: Callable[[], _Found], act: Callable[[_Found], object]
         with record_function(_MEASURED_STEP):
             act(built)
         gc.collect()
-        alive = _bytes_of_tensors() - before
+        alive = _bytes_of_tensors() - before + hidden(built)
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None
