@@ -133,6 +133,12 @@ def test_a_config_gives_its_whole_model(model_type: str) -> None:
     assert count in (None, numel(model))
 
 
+def test_a_config_gives_the_class_that_it_names() -> None:
+    small = {"model_type": "bart", "encoder_layers": 1, "decoder_layers": 1, "d_model": 16, "vocab_size": 50}
+    for name in ("BartForCausalLM", "BartForConditionalGeneration", "BartModel", "BartForSequenceClassification"):
+        assert type(build_meta_model({**small, "architectures": [name]})).__name__ == name
+
+
 def test_code_of_a_folder_is_neither_run_nor_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.input", lambda _: pytest.fail("transformers asks on standard input"))
     folder = folder_with_code(tmp_path / "own")

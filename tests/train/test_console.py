@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fsdp.train.console import Display, console, duration, figures
+from megatron_fsdp.train.console import Display, console, duration, figures, header, stamped
 from megatron_fsdp.train.measure import Evaluation, StepRecord
 from megatron_fsdp.train.recorder import read_lines
 from tests.conftest import RunRanks
@@ -74,6 +74,17 @@ def test_each_interval_has_a_line_and_each_evaluation() -> None:
     assert lines[1] == "step  10/300  held-out loss 1.750"
     assert lines[2].startswith("step 289/300  0:00 left  ")
     assert len(lines) == 3
+
+
+def test_lines_fit_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_fsdp.train.console.is_terminal", lambda: True)
+        say = stamped(lines.append)
+    say("not as it was saved, so losses may differ from one run: --data-path was a.txt, contents 1, and is b.txt")
+    lines += header([("options", "--some-flag with-a-value " * 30), ("steps", "3")])
+    assert max(len(line) for text in lines for line in text.splitlines()) <= 80
 
 
 def test_figures_are_short_and_those_that_are_not_known_or_do_not_fit_are_left_out() -> None:

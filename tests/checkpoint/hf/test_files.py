@@ -124,6 +124,14 @@ def test_files_of_an_index_are_found(tmp_path: Path) -> None:
     assert files.sizes == {name: (tmp_path / name).stat().st_size for name in (FIRST, SECOND)}
 
 
+def test_files_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    save_file({"z": torch.ones(3)}, tmp_path / "blobs" / "1234")
+    (tmp_path / "snapshot" / MODEL_FILE).symlink_to("../blobs/1234")
+    assert set(open_folder(tmp_path / "snapshot").tensors) == {"z"}
+
+
 def outside(folder: Path) -> None:
     save_file({"c": torch.ones(1)}, folder.parent / "out.safetensors")
     write_index(folder, {"a": FIRST, "b": FIRST, "c": "../out.safetensors"})
