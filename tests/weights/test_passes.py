@@ -139,6 +139,10 @@ def test_every_way_of_sharding_gives_the_same_tensors_in_the_same_order(way: Cal
         mine = {name: tensor for name, tensor in wanted if held is None or name in held}
         assert same_tensors({name: tensor for name, tensor in found if tensor is not None}, mine)  # type: ignore[arg-type]
         assert sum(of_ranks(len(mine))) == (82 if destination == "all" else 41)
+    for _, tensor in WeightSource(model, dtype=None):  # copies, also where nothing is cast or gathered
+        assert tensor is not None
+        tensor.zero_()
+    assert same_tensors(dict(WeightSource(model)), dict(wanted))  # type: ignore[arg-type]
 
 
 @on_ranks(4)
