@@ -176,7 +176,7 @@ def test_deltas_without_their_base_are_refused() -> None:
     assert "the receiver has version 7, and the snapshot is of version 0; send everything first" in refused(since=7)
     source.close()
     assert "there is no snapshot" in refused()
-    assert "snapshot='disk' with adapters='refuse'; give 'off'" in refusal(
+    assert "snapshot='disk' with adapters='refuse'; give snapshot='off', 'device' or 'cpu'" in refusal(
         lambda: WeightSource(model, snapshot="disk").metadata()
     )
 

@@ -193,8 +193,8 @@ class WeightSource:
             allowed["names"] = "hf model"
         if self._keeps not in ("off", "device", "cpu") or (self._keeps != "off" and choice.adapters == "merged"):
             raise ConfigurationError(
-                f"snapshot={self._keeps!r} with adapters={choice.adapters!r}; give 'off', or without merged adapters, "
-                "of which no rank holds a part, 'device' or 'cpu'"
+                f"snapshot={self._keeps!r} with adapters={choice.adapters!r}; give snapshot='off', 'device' or 'cpu', "
+                "and only 'off' with merged adapters, of which no rank holds a part"
             )
         for name, words in allowed.items():
             if getattr(choice, name) not in words.split():
