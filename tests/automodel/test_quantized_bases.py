@@ -14,6 +14,7 @@ from megatron_fsdp.automodel import AutoModelForCausalLM, connect_optimizer
 from tests.automodel.test_adapters import SEED, with_adapters
 from tests.automodel.training import strategy
 from tests.conftest import RunRanks
+from tests.formats.test_quantized import needs
 from tests.support.on_ranks import fixed_seed, on_ranks, refusal
 
 peft = pytest.importorskip("peft")
@@ -104,6 +105,7 @@ def test_a_base_is_quantised_while_it_is_read(run_ranks: RunRanks, tmp_path: Pat
     torch.testing.assert_close(tuned(input_ids=IDS, labels=IDS).loss, alone(input_ids=IDS, labels=IDS).loss)
 
 
+@needs("bitsandbytes")
 @on_ranks(2)
 def test_a_quantised_base_without_adapters_is_refused(tmp_path: Path) -> None:
     if dist.get_rank() == 0:

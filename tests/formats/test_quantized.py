@@ -1,6 +1,7 @@
 """Frozen quantised bases under adapters: the bits of one process under every door, bytes, checkpoints, bad input."""
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,14 @@ from tests.support.optimizer_reference import hybrid
 from tests.support.tensor_extension import Coded
 
 SAMPLES, STEPS, WIDTH = 12, 3, 66  # of rows that no number of ranks divides in whole blocks
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skip a test whose body runs on ranks, which cannot skip it themselves."""
+    lacks = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(lacks), reason=f"needs {', '.join(lacks)}")
+
+
 Trained = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
 
 
@@ -250,6 +259,7 @@ def test_checkpoints_hold_the_bytes_and_load_on_other_ranks(run_ranks: RunRanks,
         torch.testing.assert_close(run_ranks(ranks, load, kind, tmp_path)[0], wanted, rtol=2e-5, atol=2e-6)
 
 
+@needs("bitsandbytes")
 @on_ranks(2)
 def test_weights_of_bitsandbytes_that_cannot_be_gathered_are_refused_by_name() -> None:
     bnb = pytest.importorskip("bitsandbytes").nn
@@ -260,6 +270,7 @@ def test_weights_of_bitsandbytes_that_cannot_be_gathered_are_refused_by_name() -
         assert words in refusal(fully_shard_model, nn.Sequential(made, nn.Linear(64, 2)))
 
 
+@needs("bitsandbytes")
 @on_ranks(4)
 def test_weights_of_bitsandbytes_on_tensor_parallel_ranks_are_refused() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
@@ -280,6 +291,7 @@ def test_a_model_without_adapters_computes_as_before() -> None:
         torch.testing.assert_close(made(torch.ones(2, WIDTH)), wanted)
 
 
+@needs("torchao", "bitsandbytes")
 @pytest.mark.parametrize("library", ["torchao.optim", "bitsandbytes.optim"])
 @on_ranks(2)
 def test_optimizers_with_kernels_of_their_own_are_refused(library: str) -> None:
