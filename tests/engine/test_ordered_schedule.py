@@ -137,7 +137,7 @@ def test_a_unit_that_is_called_again_uses_what_is_there() -> None:
     other = Rank(FLAT, {})
     other.forward([3], takes_gradients=True)
     assert rank.sent == other.sent
-    with pytest.raises(ScheduleError, match=r"unit 1 is needed again, .* or raise max_gathered_units"):
+    with pytest.raises(ScheduleError, match=r"unit 1 is needed again, .* larger max_gathered_units"):
         rank.forward([1, 2, 3, 1], takes_gradients=True)
 
 

@@ -577,6 +577,15 @@ def test_inference_may_come_first() -> None:
 
 
 @on_ranks(2)
+def test_the_root_too_stays_gathered_after_a_backward_if_asked() -> None:
+    model, tokens = shard(build()), torch.zeros(1, 4, dtype=torch.long)
+    for reshards in (True, False, True):
+        model.set_reshard_after_backward(reshards)
+        model(tokens).sum().backward()
+        assert engine_of_module(model).scheduler.is_gathered(0) is not reshards
+
+
+@on_ranks(2)
 def test_pipeline_schedules_reduce_at_their_end() -> None:
     """What torch's schedules do around the microbatches of a stage."""
     model, source = shard(build()), build()

@@ -135,7 +135,8 @@ class EngineOptions:
     megatron_fsdp_cuda_graph_mode: bool = False
     offload: Offload = Offload()  # noqa: RUF009 (frozen)
     strategy_experts: ShardingStrategy | None = None  # of experts, on the sharding axis; None: that of all parameters
-    # of units that ranks may skip: paths of modules, none: as they are registered; None: ranks call the same units
+    # Paths of the units that ranks may skip, in the order of their calls; empty: in the order of registration; None:
+    # ranks may not skip units.
     skip_order: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:

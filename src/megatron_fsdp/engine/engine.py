@@ -108,8 +108,9 @@ def engine_of_model(model: object) -> Engine:
     found = {id(engine): engine for module in modules if (engine := engine_of_module(module)) is not None}
     if len(found) != 1:
         raise ConfigurationError(
-            f"a {type(model).__name__} that {len(found) or 'no'} engines shard was given; give what fully_shard_model, "
-            "fully_shard or DistributedDataParallel returned, or a model sharded in place whose context has ended"
+            f"a sharded model is needed, and this {type(model).__name__} has {len(found) or 'no'} engines; give what "
+            "fully_shard_model, fully_shard or DistributedDataParallel returned, or a model sharded in place whose "
+            "context has ended"
         )
     return next(iter(found.values()))
 
@@ -157,7 +158,7 @@ class Engine:
     words: DoorWords  # of remedies, in messages
     expert_names: ExpertNames  # over all ranks
     # With a queue of weight gradients that wait for the end of backward, all gradients stay where autograd puts
-    # them until then: units are filled and reduced there, one after another.
+    # them until then; buckets are filled and reduced at the end of backward, one unit after another.
     delayed: DelayedGradients | None
     gradient_checks: Sequence[GradientCheck]
     own_groups: OwnGroups | None  # destroyed with the engine
@@ -284,8 +285,8 @@ class Engine:
         if not self.keeps_gradients:
             raise ScheduleError(
                 "a CUDA graph is being captured of a model that was sharded without cuda_graph_mode=True, so memory "
-                "that the graph uses may belong to something else when it is replayed; pass cuda_graph_mode=True to "
-                "fully_shard"
+                "that the graph uses may belong to something else when it is replayed; shard it by the wrapper with "
+                "cuda_graph_mode=True"
             )
         if self.no_capture_reason:
             raise ScheduleError(f"a CUDA graph cannot be captured here, since {self.no_capture_reason}")
@@ -505,8 +506,8 @@ class Engine:
         if torch.is_grad_enabled() and self.units[call.unit].shards_compute_weights:  # autograd's create_graph=True
             raise ScheduleError(
                 f"the backward of unit {self.units[call.unit].label} builds a graph of its own (create_graph=True), "
-                "whose saved weights would be resharded before they are used; differentiate twice under "
-                "zero_dp_strategy 0 to 2"
+                "whose saved weights would be resharded before they are used; differentiate twice where weights "
+                "are not sharded (by the wrapper, zero_dp_strategy 0 to 2)"
             )
         operations = self.scheduler.backward_begins(call.unit, call.weights_version, call.reads_weights)
         self.executor.run(operations)
@@ -529,8 +530,8 @@ class Engine:
         if grad.requires_grad:
             raise ScheduleError(
                 f"the gradient of {group.names[index]} has a graph of its own (create_graph=True); differentiating "
-                "twice through a sharded model is not supported, use torch.autograd.grad on inputs under "
-                "zero_dp_strategy 0 to 2"
+                "twice through a sharded model is not supported, use torch.autograd.grad on inputs where "
+                "weights are not sharded (by the wrapper, zero_dp_strategy 0 to 2)"
             )
         grad = group.local_gradient(index, grad)
         gradients = group.gradients

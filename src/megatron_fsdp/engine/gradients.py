@@ -56,8 +56,8 @@ the access. DTensors have none, so that nothing else changes.
 # sharded parameters meanwhile must not be added to that memory: it stays in `.grad` (`detach_main_gradient`), and
 # `attach` adds it. From `attach` to the next reduction it belongs to the user, who may change, replace or clear it.
 #
-# One that is whole and empty when a backward begins, since `zero_grad` has freed its memory, is its own bucket
-# (`may_fill_main`): gradients are copied there and all-reduced in place. While it has memory it is not, for the user
+# A replicated main gradient that has no memory when a backward begins, since `zero_grad` has freed it, serves as its
+# own bucket (`may_fill_main`): gradients are copied there and all-reduced in place. With memory it does not: the user
 # may hold it, or a reduction may be about to add to it.
 
 
@@ -433,7 +433,7 @@ class GradientBuffers:
         return stream.submit(stage.launch, lambda: self._accumulate(stage))
 
     def _move_into(self, partly_reduced: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
-        """Move the main gradient into a partly reduced gradient, to which those of ranks are added one by one."""
+        """Move the main gradient into a partly reduced gradient, to which each rank's gradient is added."""
         self._take_back(params)
         if not any(each.counts for each in self.of_parameter):
             partly_reduced.fill_(-0.0)  # which leaves every number that is added to it as it is, -0.0 too

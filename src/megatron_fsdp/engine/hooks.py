@@ -123,7 +123,7 @@ def _post_forward(
             found = (tensor for each in objects for tensor in tensors_in(object.__getstate__(each)))
             outputs = [tensor for tensor in found if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # always-called hooks run while the exception is handled
-    # The backward of a plain lookup reads none.
+    # The backward of a plain lookup reads no weights.
     reads_weights = not unit.only_looks_up or any(type(tensor.grad_fn).__name__ != _LOOKUP for tensor in outputs)
     with outside_of_transforms():
         call = engine.post_forward(unit_index, bool(outputs), failed, entry.module_index, reads_weights)

@@ -244,7 +244,7 @@ class CommunicationPool:
 class BlockPool:
     """A few blocks that are borrowed and given back, each as long as its borrower needs.
 
-    `make_room` gives some back, or returns False where nothing can be waited for.
+    `make_room` waits for a reduction and gives its block back, or returns False where none is in flight.
     """
 
     def __init__(
@@ -266,8 +266,8 @@ class BlockPool:
         # An embedding or a head, several times as large as a block, is counted by its bytes: it does not overlap with
         # its neighbour. Where nothing can be waited for the pool grows: several units that fill at once each need one.
         while self._is_full(needed) and self._make_room():
-            pass  # also where the pool grew once: there may be free blocks besides those out
-        if not self._free or len(self._made) < self._count:  # their number must not depend on when others come back
+            pass  # also where the pool has grown beyond `count`, so that free blocks are left besides those lent
+        if not self._free or len(self._made) < self._count:  # as many as planned, whenever others come back
             self._made.append(self._pool.make(self._use, len(self._made), self._num_bytes))
             self._free.insert(0, self._made[-1])
         block = self._free.pop(0)

@@ -41,7 +41,7 @@ class WeightPlan:
 
     storages: tuple[WeightStorage, ...]
     gathered_bytes: tuple[int, ...]  # of the block of each unit
-    slots: int  # units besides the root that are gathered at a time, of those that do not keep their memory
+    slots: int  # the most units besides the root that are gathered at a time, without those that keep their memory
     # Whether slots and persistent buffers are allocated at wrap time, each slot for the largest unit in it; else at
     # their first use, and a slot is as long as the unit that is in it.
     taken_at_once: bool = False
@@ -210,7 +210,7 @@ def plan_memory(
         buckets = bucket_count(options.communication_unit_numel, units)
     weights = plan_weights(options.allocator, [_weights_of(unit) for unit in units], slots, options.is_persistent)
     groups = [group for unit in units for group in unit]
-    # Every rank holds them whole, so there is no memory to give back: one gather serves until weights change.
+    # Units that every rank holds whole have no memory to give back: one gather serves until weights change.
     whole = frozenset(unit for unit, gathered_bytes in enumerate(weights.gathered_bytes) if not gathered_bytes)
     resized = frozenset(weights.units_in(WeightStorage.RESIZED)) - whole
     schedule = ScheduleConfig(
@@ -221,7 +221,7 @@ def plan_memory(
         forward_prefetch_units=forward,
         backward_prefetch_units=backward,
         reduces_early=reduces_early,
-        resized=resized - {ROOT_UNIT},
+        resized=resized,
         persistent=frozenset(weights.units_in(WeightStorage.OWN)).union(held, whole) - {ROOT_UNIT},
         returned=resized,
         returned_before_step=frozenset(

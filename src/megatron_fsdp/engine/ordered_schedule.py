@@ -137,8 +137,8 @@ class OrderedScheduler(Scheduler):
         if not self.is_gathered(unit):
             raise ScheduleError(
                 f"unit {self._name(unit)} is needed again, and was resharded meanwhile; where ranks may skip units, it "
-                "is gathered once in a pass: shard what lies between its calls as one unit with it, or raise "
-                "max_gathered_units"
+                "is gathered once in a pass: shard what lies between its calls as one unit with it (or give the "
+                "wrapper a larger max_gathered_units)"
             )
         return self.weights_requested(unit)
 
@@ -268,6 +268,7 @@ class OrderedScheduler(Scheduler):
             if action is Action.RESHARD and unit in self._calls_running:
                 raise ScheduleError(
                     f"unit {self._name(unit)} would be resharded while it runs, since it calls units that are "
-                    "registered outside of it; shard them as one unit with it, or raise max_gathered_units"
+                    "registered outside of it; shard them as one unit with it (or give the wrapper a larger "
+                    "max_gathered_units)"
                 )
         return tuple(operations)

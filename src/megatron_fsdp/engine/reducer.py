@@ -2,14 +2,15 @@
 
 bucket (full)  -> inside ->  an inner rank's part (or the full gradient)  -> across ->  what the optimizer sees
 
-Where the gradients of a hybrid mesh are added rank by rank, the first stage goes over all ranks at once, and leaves
-each its own part of every rank's gradient; the second one gathers the sums where outer ranks hold the same.
+Where gradients of a hybrid mesh are added in the order of ranks, one all-to-all over all ranks gives each rank its part
+of every rank's gradient; the second stage all-gathers the sums where outer ranks are replicas.
 
 A stage is a launch, which starts the collective, and a function that returns its result once that is done.
 
-How gradients look while they are sent is decided here alone: `encode` writes them into a bucket, `reduce_outer` encodes
-partly reduced ones, and a stage's result, times `factor`, is what they decode to. Their bytes are `bucket_bytes` and
-`outer_buffer_bytes` of `GroupPlan`.
+The dtype and factor of gradients that are sent are applied here: `encode` writes them into a bucket, `reduce_outer`
+encodes partly reduced ones, and a stage's result, times `factor`, is their sum. Their bytes are `bucket_bytes` and
+`outer_buffer_bytes` of `GroupPlan`. A format that is no dtype (int8 with scales, say) needs a bucket of bytes, too,
+whose views in `gradients.py` are not shaped as parameters, and an exchange instead of a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Stage(NamedTuple):
     result: Callable[[], torch.Tensor]  # to be called once, when it is done
     # memory of its own that it reads and writes, to be kept until it is done
     memory: tuple[torch.Tensor, ...] = ()
-    # Instead of `result`: writes it times a factor into a tensor; None if that saves no pass over memory.
+    # A fused `result`: writes it, times a factor, into a tensor; None where fusing saves no pass over memory.
     result_into: Callable[[torch.Tensor, float], None] | None = None
     # each rank's gradient, in rank order, where `result` adds them up here; to be read once the collective is done
     rows: tuple[torch.Tensor, ...] = ()

@@ -448,11 +448,11 @@ class Scheduler:
         """Keep a unit with memory of its own gathered after its forward, or after a backward, or not."""
         one, config = frozenset({unit}), self.config
         if unit in config.resized:
-            self.config = replace(
-                config,
-                persistent=config.persistent | one if after_forward else config.persistent - one,
-                returned=config.returned - one if after_backward else config.returned | one,
-            )
+            returned = config.returned - one if after_backward else config.returned | one
+            self.config = replace(config, returned=returned)
+            if unit != ROOT_UNIT:  # the root's door reshards it after its forward
+                persistent = config.persistent | one if after_forward else config.persistent - one
+                self.config = replace(self.config, persistent=persistent)
 
     def set_trainable(self, units: Sequence[Sequence[bool]]) -> None:
         """Change which parameters take gradients."""

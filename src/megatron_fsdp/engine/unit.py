@@ -232,7 +232,7 @@ class Unit:
 
         Offloaded shards are copied there before, on `copy_stream`.
         """
-        # The same block again: the full parameters are views of it already, and so are those that autograd saved.
+        # In the same block as before, full parameters are views of it already, as are tensors that autograd saved.
         are_pointed = all(group.is_pointed for group in self.groups if group.plan.gathered_bytes)
         if block is not None and (block is not self._block or not are_pointed):
             self._use(block)
@@ -291,7 +291,7 @@ class Unit:
             torch._C._autograd._unsafe_set_version_counter(self._slotted, self._versions[version])
 
     def _use(self, block: Block) -> None:
-        # Only while no forward waits for its backward is this another block than before.
+        # The block changes only while no forward waits for its backward.
         # See Note [Slots and saved views] in `schedule.py`.
         self._block = block
         for group_index, (group, offset) in enumerate(zip(self.groups, self._gather_offsets, strict=True)):

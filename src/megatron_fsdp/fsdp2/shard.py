@@ -85,9 +85,9 @@ def fully_shard(
             `FSDPModule`, too.
         mesh: The data-parallel ranks: of one dimension, or of two (replicate, shard). None: all ranks, on the
             accelerator if there is one.
-        reshard_after_forward: Free full parameters after forward, or keep them until the backward is over. None: free
-            them, but those of the root. A number of ranks counts as True.
-        shard_placement_fn: Its `Shard(dim)` are noted: flat buffers need no other dimension against padding. A
+        reshard_after_forward: Let other units take the memory of its full parameters after forward, or keep them until
+            the backward is over. None: True, but for the root. A number of ranks counts as True.
+        shard_placement_fn: A `Shard(dim)` is checked, and has no effect, since buffers are flat. A
             `ShardPlacementResult` gives a parameter another mesh, as for experts.
         mp_policy: torch's policy: dtypes of compute, reduction and results, and whether inputs are cast.
         offload_policy: `CPUOffloadPolicy()` keeps weights, gradients and optimizer state in host memory.
@@ -109,7 +109,8 @@ def fully_shard(
         _check_module(each)
         resolve_skip_order(ranks_may_skip_units, each)
     if not modules or len(set(map(id, modules))) < len(modules):
-        raise ConfigurationError(f"{len(modules)} modules were given, none or one of them twice; give each once")
+        found = "one of the modules was given twice" if modules else "no modules were given"
+        raise ConfigurationError(f"{found}; give one or more, and give each once")
     if dp_mesh_dims is not None:
         raise NotSupportedYetError(
             "dp_mesh_dims: give mesh=mesh[names] of the data-parallel dimensions, and parameters as DTensors over the "
@@ -132,7 +133,7 @@ def fully_shard(
         _sharding(each, mp_policy, offload_policy, resolve_device(None, mesh.device_type))
         for each in (plans, *own_plans)
     )
-    rests = not _has_extensions(owned, plans, sharding)  # else cut at once: their classes say how
+    rests = not _has_extensions(owned, plans, sharding)  # tensor classes gather in their own way, so they are cut now
     resting = torch.device("cpu") if sharding.options.offload else sharding.device
     reshards = _checked_reshard(reshard_after_forward, plans.mesh.axes[-1].num_ranks)
     parts = [part_of(name, param, plans.mesh.tensor_parallel) for name, param, _ in owned]

@@ -112,7 +112,8 @@ class ShardState:
         ignored: Sequence[Owner],
     ) -> None:
         self.params = params
-        # All are kept, so that the next call finds them; the others are of parameters with a mesh of their own.
+        # Kept alive here, since the next call looks them up in a weak table. The others are of parameters on their own
+        # meshes.
         self.plans, *self.other_plans = plans
         self.sharding = sharding
         self.reshard_after_forward, self.reshard_after_backward = reshard_after_forward, True
@@ -379,7 +380,7 @@ class ShardState:
             module.register_forward_hook(self._cast_output)
 
     def _on_first_forward(self, module: nn.Module, args: Any) -> None:
-        # Several modules of one call have such a hook, and torch has a list of them at the beginning of a call.
+        # Several modules of one call have such a hook, and torch iterates over a copy of its list of hooks.
         if not self.is_finished:
             self._hooks_of(module)[0](module, args)  # this call does not see the hook that is registered now
 

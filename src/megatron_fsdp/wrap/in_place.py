@@ -77,7 +77,7 @@ def shard_in_place(
         apart: By the id of an original its sharding, where that is another one.
 
     Raises:
-        ConfigurationError: A parameter belongs to another unit, too, is lazy, or has a dtype that is not sharded.
+        ConfigurationError: A parameter belongs to another unit, too, or is lazy.
     """
     label = type(modules[0]).__name__
     tree = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
