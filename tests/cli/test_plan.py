@@ -306,3 +306,14 @@ def test_configs_that_cannot_be_planned_are_refused(
 ) -> None:
     assert main(["plan", "--config", str(written(tmp_path, text)), *words.split()]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [["plan", *SMALL, "--units"], ["describe", "--model", "tests.support.zoo:Tower", "--ranks", "8"]]
+)
+def test_lines_fit_the_terminal(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(command) == 0
+    assert 60 < max(map(len, capsys.readouterr().out.splitlines())) <= 80

@@ -97,6 +97,10 @@ def test_every_way_to_give_a_model(tmp_path: Path) -> None:
             r"names the class 'OwnModel', and transformers .* has no such model",
         ),
         (
+            {**SMALL, "architectures": ["PreTrainedModel"]},
+            r"names the class 'PreTrainedModel', and transformers .* has no such model",
+        ),
+        (
             {**SMALL, "architectures": ["BertModel"]},
             r"is a GPT2Config and names the class BertModel, which takes a Bert",
         ),

@@ -134,7 +134,8 @@ def _without_memory(model: Any) -> Any:
 def _class_named(transformers: Any, config: Any, name: str) -> Any:
     """Return a class of transformers, or one registered for such configs, by its name."""
     kind: Any = getattr(transformers, name, None) if name.isidentifier() else None
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+    base = transformers.PreTrainedModel
+    if not (isinstance(kind, type) and issubclass(kind, base) and kind is not base):
         kind = next((each for _, each in _classes_of(transformers, config) if each.__name__ == name), None)
     if kind is None:
         raise ConfigurationError(

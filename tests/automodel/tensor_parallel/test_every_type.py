@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from megatron_fsdp.automodel.tensor_parallel import parallelize_tensors
 from megatron_fsdp.automodel.tensor_parallel.parallelize import SEQUENCE_PARALLEL_TYPES, sequence_region
 from megatron_fsdp.errors import ConfigurationError
+from tests.automodel.training import managed, strategy
 from tests.support.arrangements import mesh_of
 from tests.support.language_models import NO_DROPOUT
 from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
@@ -254,3 +255,18 @@ def test_statistics_of_divided_features_are_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=rf": {name} in model.layers.0.mlp.act_fn .* a part of \[") as raised:
         parallelize_tensors(model, mesh_of((2,), ("tp",)))
     same_on_ranks(str(raised.value))
+
+
+@on_ranks(4)
+def test_managers_give_gradients_of_one_process_and_ranks_compare_them() -> None:
+    expected = gradients_of(build("apertus"))
+    for name in ("fsdp2", "megatron_fsdp"):
+        model = managed(strategy(name), build("apertus"), tp_size=2)
+        found = {key.removeprefix("module."): grad for key, grad in gradients_of(model).items()}
+        for key, right in expected.items():
+            torch.testing.assert_close(found[key], right, rtol=1e-3, atol=1e-5)
+    plan = {f"{MLP}.up_proj": OwnColumns(), f"{MLP}.down_proj": RowwiseParallel()}
+    model = managed(strategy("fsdp2", tp_plan=plan), build("apertus"), tp_size=2)
+    with pytest.raises(ConfigurationError) as raised:
+        gradients_of(model)
+    assert "model.layers.1.mlp.act_fn.alpha_n" in same_on_ranks(str(raised.value))
