@@ -20,7 +20,7 @@ from megatron_fsdp.errors import MissingPackageError, warn_caller
 EXTRAS: Mapping[str, Mapping[str, str]] = {
     "hf": {"transformers": "5.23", "safetensors": "0.5"},
     "train": {"tokenizers": "0.20", "datasets": "3", "tensorboard": "2.17", "rich": "13"},
-    "float8": {"torchao": "0.18"},
+    "quantized": {"bitsandbytes": "0.50", "torchao": "0.18"},
 }
 """Extra -> package -> oldest version that works; a test compares it with pyproject.toml."""
 
