@@ -122,6 +122,14 @@ class Config:
     inner: Any = None
 
 
+@dataclass(init=False)
+class Loose:
+    """As BitsAndBytesConfig is, whose values are no fields."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -142,7 +150,7 @@ def test_other_values_have_another_text() -> None:
     values = [
         names, ["a"], ("a",), "a", {"a": 1}, {"a": "1"}, {"a", "b"}, {"a, b"}, 1, 1.0, True, None, Kind.LORA, Config,
         Config(), Config(9), Config(inner=Inner()), Config(inner=Inner(names=names)), torch.float32, torch.bfloat16,
-        partial(print, 1), partial(print, 2),
+        partial(print, 1), partial(print, 2), Loose(1), Loose(2),
     ]  # fmt: skip
     texts = [canonical_text(value) for value in values]
     assert len(set(texts)) == len(values), texts

@@ -37,9 +37,10 @@ def make_folder(folder: Path) -> Path:
 
 
 def quantization(kind: str) -> Any:
-    if kind == "torchao":
-        config = pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig()
-        return transformers.TorchAoConfig(config)
+    if kind.startswith("torchao"):
+        library = pytest.importorskip("torchao.quantization")
+        config = library.Int8WeightOnlyConfig()
+        return transformers.TorchAoConfig(config if kind == "torchao" else library.FqnToConfig({"re:.*q_proj": config}))
     pytest.importorskip("bitsandbytes")
     make: Any = transformers.BitsAndBytesConfig
     if kind == "8 bits":
@@ -87,7 +88,7 @@ def trained(kind: str, folder: Path, door: str, out: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("door", ["fsdp2", "megatron_fsdp"])
-@pytest.mark.parametrize("kind", ["4 bits", "8 bits", "torchao", "ready"])
+@pytest.mark.parametrize("kind", ["4 bits", "8 bits", "torchao", "torchao by name", "ready"])
 def test_a_base_is_quantised_while_it_is_read(run_ranks: RunRanks, tmp_path: Path, kind: str, door: str) -> None:
     folder = make_folder(tmp_path / "plain")
     config = quantization("4 bits" if kind == "ready" else kind)
@@ -113,3 +114,13 @@ def test_a_quantised_base_without_adapters_is_refused(tmp_path: Path) -> None:
     dist.barrier()
     text = refusal(AutoModelForCausalLM.from_pretrained, tmp_path, quantization_config=quantization("4 bits"))
     assert "give a folder and peft_config, and leave tp_size" in text
+
+
+@on_ranks(2)
+def test_other_libraries_are_refused_by_name(tmp_path: Path) -> None:
+    if dist.get_rank() == 0:
+        make_folder(tmp_path)
+    dist.barrier()
+    given = {"quant_method": "gptq", "bits": 4}
+    text = refusal(AutoModelForCausalLM.from_pretrained, tmp_path, quantization_config=given, peft_config=lora())
+    assert "the quantization_config is of gptq; give BitsAndBytesConfig, TorchAoConfig, or a folder" in text

@@ -83,6 +83,10 @@ def quantise(linear: nn.Linear, kind: str) -> nn.Module:
     return made.requires_grad_(False)
 
 
+class OtherRows(Rows):
+    """Of the same bytes."""
+
+
 class Adapted(nn.Module):
     """A quantised layer with a low-rank adapter beside it, called twice and recomputed in backward."""
 
@@ -102,7 +106,7 @@ class Adapted(nn.Module):
 def build(kind: str = "ours", ties: bool = False) -> Any:
     torch.manual_seed(0)
     model: Any = nn.Sequential(
-        Adapted(kind, bias=True), Adapted(kind, bias=False), nn.Linear(WIDTH, 5).requires_grad_(False)
+        Adapted(kind, bias=True), Adapted(kind, bias=False), quantise(nn.Linear(WIDTH, 5), "ours")
     )
     if ties:
         model[1].base.weight = model[0].base.weight
@@ -222,12 +226,41 @@ def test_weights_are_kept_and_sent_as_the_bytes_that_they_have(tmp_path: Path) -
     (group,) = (group for group in model.parameter_groups() if group.names[0].startswith("0.base.parametrizations"))
     assert (group.plan.precision.compute, group.plan.layout.payload_numel) == (torch.uint8, codes + scales)
     assert group.plan.held_bytes == group.plan.sent_bytes // 2 < (codes + scales) // 2 + 16
-    assert "frozen quantised weights (2 Rows) are kept and gathered as their bytes" in str(model.describe())
+    assert "frozen quantised weights (3 Rows) are kept and gathered as their bytes" in str(model.describe())
     assert "the model has quantised weights (0.base.parametrizations.weight.original0)" in refusal(
         save_hf, model, tmp_path
     )
-    with pytest.raises(ConfigurationError, match=r"^0\.base\.weight is a quantised weight of a sharded model"):
-        _ = model.module[0].base.weight
+    if dist.get_rank() == 0:  # alone: no collective may begin
+        for name, layer in (("0.base", model.module[0].base), ("2", model.module[2])):
+            words = f"^{name}.weight is a quantised weight of a sharded model, which can be read inside of a forward"
+            with pytest.raises(ConfigurationError, match=words):
+                _ = layer.weight
+            with pytest.raises(ConfigurationError, match=words):
+                layer.weight = nn.Parameter(torch.zeros(1))
+
+
+@on_ranks(2)
+def test_ranks_with_weights_of_other_classes_are_told_so() -> None:
+    model = build()
+    if dist.get_rank() == 1:
+        model[0].base.weight = nn.Parameter(OtherRows(model[0].base.weight.detach()), requires_grad=False)
+    assert "the format of 0.base.weight is Rows: int8[66, 66], float32[66, 1], None on rank 0, OtherRows" in refusal(
+        fully_shard_model, model
+    )
+
+
+@needs("bitsandbytes")
+@on_ranks(2)
+def test_a_weight_may_be_given_to_itself_in_a_forward() -> None:
+    model = build("bitsandbytes nf4")
+
+    def give(module: nn.Module, _args: Any) -> None:  # as peft's DoRA does on CPUs
+        module.weight = module.weight.to("cpu")
+
+    wanted = model(torch.ones(2, WIDTH))
+    model[0].base.register_forward_pre_hook(give)
+    sharded = fully_shard_model(model, fsdp_unit_modules=[Adapted])
+    torch.testing.assert_close(sharded(torch.ones(2, WIDTH)), wanted)
 
 
 def save(kind: str, folder: Path) -> Trained:

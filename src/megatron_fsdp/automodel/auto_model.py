@@ -504,10 +504,13 @@ def canonical_text(value: Any) -> str:
 
 
 def _fields_of(value: Any) -> dict[str, Any] | None:
-    """Return the fields of a dataclass, including those without `repr`; None for anything else."""
+    """Return the fields of a dataclass, including those without `repr`; None for anything else.
+
+    Attributes are among them: those of BitsAndBytesConfig are no fields.
+    """
     if not is_dataclass(value) or isinstance(value, type):
         return None
-    return {field.name: getattr(value, field.name) for field in fields(value)}
+    return getattr(value, "__dict__", {}) | {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 # ---- the model on the meta device ------------------------------------------------------------------------------------

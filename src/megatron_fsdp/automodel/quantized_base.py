@@ -50,41 +50,46 @@ class QuantizedBase:
 
         self._plain, self._folder, self._is_ready = copy.deepcopy(model), folder, is_ready
         self._skeleton = copy.deepcopy(model)  # without memory; in which weights are quantised, one at a time
+        method = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
+        if method not in (None, _READY_MADE) and (is_ready or method != "torchao"):
+            raise ConfigurationError(
+                f"the {'folder' if is_ready else 'quantization_config'} is of {getattr(method, 'value', method)}; give "
+                f"BitsAndBytesConfig, TorchAoConfig, or a folder that {_READY_MADE} has quantised"
+            )
         try:
             self._quantizer: Any = AutoHfQuantizer.from_config(config, pre_quantized=is_ready)
-            method = self._quantizer.quantization_config.quant_method
-            if method not in (_READY_MADE, "torchao") or (is_ready and method != _READY_MADE):
-                raise ConfigurationError(
-                    f"the {'folder' if is_ready else 'quantization_config'} is of {method}; give BitsAndBytesConfig, "
-                    f"TorchAoConfig, or a folder that {_READY_MADE} has quantised"
-                )
             self._quantizer.validate_environment(device_map=None)
             for each in (self._skeleton, model):  # whose modules cannot be copied any more
                 self._quantizer.preprocess_model(model=each, device_map=None, checkpoint_files=None)
         except (ImportError, ValueError, TypeError, AttributeError) as error:
             raise ConfigurationError(f"transformers does not take this quantization_config: {error}") from error
-        named = dict(model.named_parameters())
-        self._names = [name for name in named if self._quantizer.param_needs_quantization(model, name)]
+        self._places: dict[str, tuple[Any, str]] = {}
+        for name, plain in list(model.named_parameters()):
+            if self._quantizer.param_needs_quantization(model, name):
+                owner, _, attribute = name.rpartition(".")
+                module = model.get_submodule(owner)
+                shape, dtype = (getattr(self._plain.get_parameter(name), each) for each in ("shape", "dtype"))
+                if self._take(name, module, attribute, self._quantized(name, torch.zeros(shape, dtype=dtype))):
+                    self._places[name] = module, attribute
+                else:  # the library leaves it as it is
+                    module._parameters[attribute] = plain
+        self._names = list(self._places)
         if not self._names:
             raise ConfigurationError("the quantization_config quantises no weight of this model; leave it out")
-        self._places: dict[str, tuple[Any, str]] = {}
-        for name in self._names:
-            owner, _, attribute = name.rpartition(".")
-            module = model.get_submodule(owner)
-            plain = self._plain.get_parameter(name)
-            self._take(name, module, attribute, self._quantized(name, torch.zeros(plain.shape, dtype=plain.dtype)))
-            self._places[name] = module, attribute
         self._quantizer.postprocess_model(model)
         model.hf_quantizer = self._quantizer  # which peft asks
 
-    def _take(self, name: str, module: Any, attribute: str, weight: nn.Parameter) -> None:
-        """Put a weight into a module as its bytes, on the meta device."""
+    def _take(self, name: str, module: Any, attribute: str, weight: nn.Parameter) -> bool:
+        """Put a weight into a module as its bytes, on the meta device; return False for one that is not quantised."""
         module._parameters[attribute] = weight
         take_quantized_apart([module])
+        if attribute in module._parameters:
+            return False
         stored = module.parametrizations[attribute]
         stored[0].name = name
         for key, param in stored._parameters.items():
             stored._parameters[key] = nn.Parameter(param.to("meta"), requires_grad=False)
+        return True
 
     def _quantized(self, name: str, value: torch.Tensor) -> nn.Parameter:
         """Quantise a whole weight as the library does."""

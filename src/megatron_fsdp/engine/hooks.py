@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_of_transforms
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
@@ -175,11 +176,16 @@ class _RootForward:
 
 
 def _outside_of_units(module: nn.Module, unit_modules: set[int]) -> Iterator[nn.Module]:
-    """Iterate over modules with parameters that are neither a unit nor inside of one, without the root; each once."""
+    """Iterate over modules with parameters that are neither a unit nor inside of one, without the root; each once.
+
+    Parametrizations are left out: to read an attribute is no forward.
+    """
     seen: set[int] = {id(module)}
     waiting = [module]
     while waiting:
         for child in waiting.pop().children():
+            if isinstance(child, ParametrizationList):
+                continue
             if id(child) not in unit_modules | seen and next(child.parameters(), None) is not None:
                 seen.add(id(child))
                 waiting.append(child)

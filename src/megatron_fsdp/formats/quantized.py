@@ -9,6 +9,7 @@ group, and none is a floating-point number that a precision policy would round.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -32,6 +33,7 @@ class StoredWeight(nn.Module):
     def __init__(self, name: str, module: nn.Module, weight: nn.Parameter) -> None:
         super().__init__()
         self.name, self.kind = name, type(weight).__name__
+        self._context = _context_of(weight)
         tensors, self._rebuild = _take_apart(module, weight)
         self._views = [_Bytes(tensor) for tensor in tensors]
         self._stored: list[torch.Tensor] = [view.bytes_of(t) for view, t in zip(self._views, tensors, strict=True)]
@@ -49,16 +51,34 @@ class StoredWeight(nn.Module):
             raise self._refusal()
         return self._rebuild(view.view_in(each) for view, each in zip(self._views, stored, strict=True))
 
+    def check_same(self, own: Any, other: Any) -> None:
+        """Raise unless two tensors are one in memory."""
+        if is_traceable_wrapper_subclass(own) or getattr(other, "data_ptr", int)() != own.data_ptr():
+            raise self._refusal()
+
     def _refusal(self) -> ConfigurationError:
         return ConfigurationError(
             f"{self.name} is a quantised weight of a sharded model, which can be read inside of a forward alone, and "
-            "not assigned; to merge adapters into it, save them (save_adapter) and load them beside a base that is not "
-            "sharded"
+            "not assigned; add adapters before sharding, and to merge them, save them (save_adapter) and load them "
+            "beside a base that is not sharded"
         )
 
     def extra_repr(self) -> str:
         """Return the class of the weight and the tensors that it is stored as."""
         return f"{self.kind}: {', '.join(map(repr, self._views))}"
+
+    def format(self) -> str:
+        """Return the kind of the weight in text, the same on ranks that were given the same."""
+        return re.sub(r" at 0x[0-9a-f]+", "", f"{self.extra_repr()}, {self._context}")
+
+
+def _assign(module: nn.Module, name: str, value: Any) -> None:
+    """Assign an attribute of a module with quantised weights; such a weight can be given its own memory alone."""
+    of_module: Any = module._modules.get("parametrizations", {})
+    if name in of_module and isinstance(of_module[name][0], StoredWeight):
+        of_module[name][0].check_same(getattr(module, name), value)  # peft assigns what it has read (DoRA)
+    else:
+        nn.Module.__setattr__(module, name, value)
 
 
 class _Bytes:
@@ -102,8 +122,14 @@ def take_quantized_apart(modules: Sequence[nn.Module], ignored: Collection[int] 
         parametrize.register_parametrization(owner, attribute, StoredWeight(name, owner, param), unsafe=True)
         # bitsandbytes saves the state of a weight besides, which is among the parameters here
         type(owner)._save_to_state_dict = nn.Module._save_to_state_dict
+        cast(Any, type(owner)).__setattr__ = _assign
         made = cast(Any, owner).parametrizations[attribute]
         made._parameters.update(known.setdefault(id(param), made)._parameters)
+
+
+def stored_formats(module: nn.Module) -> dict[str, str]:
+    """Return the formats of quantised weights, which have to be the same on all ranks."""
+    return {f"the format of {part.name}": part.format() for part in module.modules() if isinstance(part, StoredWeight)}
 
 
 def stored_note(roots: Iterable[nn.Module]) -> str:
@@ -164,6 +190,13 @@ def _take_apart(module: nn.Module, tensor: Any) -> tuple[list[torch.Tensor], Reb
         return kind.__tensor_unflatten__(made, context, size, stride)
 
     return [each for tensors, _ in parts for each in tensors], rebuild
+
+
+def _context_of(weight: Any) -> Any:
+    """Return the part of a format that no tensor has."""
+    if _is_bitsandbytes(weight):
+        return getattr(getattr(weight, "quant_state", None), "quant_type", None)
+    return weight.__tensor_flatten__()[1]
 
 
 def _take_apart_4bit(module: Any, weight: Any) -> tuple[list[torch.Tensor], Rebuild]:

@@ -128,10 +128,12 @@ def _heads(model: nn.Module) -> Iterator[Tensor]:
         module for name, module in outer.items() if not _POSITIONS.search(name)
     ]
     heights = {module.num_embeddings for module in named if isinstance(module, nn.Embedding)}
-    tall = [module for module in outer.values() if isinstance(module, nn.Linear) and module.weight.shape[0] in heights]
-    for module in (*_declared(model, "get_output_embeddings"), *tall):
-        if isinstance(module, nn.Linear):
-            yield module.weight
+    declared = _declared(model, "get_output_embeddings")
+    for module in (*declared, *outer.values()):
+        # Not `module.weight`: that of a parametrization is computed, and is no parameter.
+        weight = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
+        if weight is not None and (module in declared or weight.shape[0] in heights):
+            yield weight
 
 
 _POSITIONS = re.compile(r"pos(ition|_|$)|wpe|type|segment", re.IGNORECASE)

@@ -28,7 +28,7 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, check_keys, warn_caller
 from megatron_fsdp.formats.delayed_linear import delayed_weight_gradients
 from megatron_fsdp.formats.fp8_linear import encoded_parameters
-from megatron_fsdp.formats.quantized import take_quantized_apart
+from megatron_fsdp.formats.quantized import stored_formats, take_quantized_apart
 from megatron_fsdp.formats.tensor_extensions import (
     check_extensions,
     extension_format,
@@ -229,7 +229,7 @@ def _plan_together(
         extensions = find_tensor_extensions(module)
         check_extensions(extensions, sharding)
         plan = grouping.plan(module, sharding)
-        facts |= _facts(module, plan, sharding)
+        facts |= _facts(module, plan, sharding) | stored_formats(module)
         facts |= {
             f"the class of {name}": f"{extension.kind.__name__} ({extension.context})"
             for name, extension in extensions.items()
