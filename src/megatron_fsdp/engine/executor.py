@@ -258,14 +258,15 @@ class Executor:
 
     def _fill(self, unit: Unit, group_index: int, sync_scope: SyncScope) -> None:
         """Have a group fill its slice of the unit's bucket, or an unreduced gradient where reduction is deferred."""
-        gradients = unit.groups[group_index].gradients
+        group = unit.groups[group_index]
+        gradients = group.gradients
         assert gradients is not None
         if unit.defers(group_index, sync_scope) or gradients.has_unreduced_gradient:
             # What waits unreduced already has to be added to, whatever this backward would do by itself.
             gradients.begin(None)
-        elif self.in_backward is None and self.pool.plan is None and gradients.may_fill_main:
-            gradients.begin(gradients.main.local)
-        else:
+            return
+        may_fill_main = self.in_backward is None and self.pool.plan is None
+        if not (may_fill_main and gradients.fill_main(group.sharded)):
             gradients.begin(unit.slice_of(group_index, self._bucket(unit)))
 
     def reduce(self, unit: Unit, sync_scope: SyncScope) -> None:

@@ -57,7 +57,7 @@ the access. DTensors have none, so that nothing else changes.
 # `attach` adds it. From `attach` to the next reduction it belongs to the user, who may change, replace or clear it.
 #
 # A replicated main gradient that has no memory when a backward begins, since `zero_grad` has freed it, serves as its
-# own bucket (`may_fill_main`): gradients are copied there and all-reduced in place. With memory it does not: the user
+# own bucket (`fill_main`): gradients are copied there and all-reduced in place. With memory it does not: the user
 # may hold it, or a reduction may be about to add to it.
 
 
@@ -332,10 +332,19 @@ class GradientBuffers:
         for each, target in zip(self.of_parameter, targets, strict=True):
             each.target, each.direct, each.filled = target, target if is_direct else None, False
 
-    @property
-    def may_fill_main(self) -> bool:
-        """True if the next gradients may go into the main gradient, where there are none yet, and be reduced there."""
-        return self.reduces_in_place and not self.main.held_bytes
+    def fill_main(self, params: Sequence[nn.Parameter]) -> bool:
+        """Begin to fill the main gradient, to be reduced there; return False if it cannot be its own bucket now.
+
+        It has no memory, so what it held was cleared; but autograd may have set a gradient of a sharded parameter.
+        """
+        if not self.reduces_in_place or self.main.held_bytes:
+            return False
+        if any(grad is not None for grad in get_grads(params, self.grad_attribute)):
+            return False
+        for each in self.of_parameter:
+            each.counts = each.attached = False
+        self.begin(self.main.local)
+        return True
 
     @property
     def fills_main(self) -> bool:
@@ -620,7 +629,7 @@ class GradientBuffers:
 
         Not to be called while reductions are in flight.
         """
-        if not self.main.held_bytes:
+        if not self.main.held_bytes or self.fills_main:  # the second after a backward that failed
             return
         counts = any(each.counts and not each.attached for each in self.of_parameter)
         if not counts and all(grad is None for grad in get_grads(params, self.grad_attribute)):

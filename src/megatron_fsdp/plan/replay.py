@@ -272,10 +272,12 @@ class _Unit:
 
     outer_buffer_of = slice_of
 
-    @property
-    def may_fill_main(self) -> bool:
-        """True if gradients may be reduced in the main gradient, which has no memory yet."""
-        return self._in_place and not self.has_main
+    def fill_main(self, _sharded: object) -> bool:
+        """Begin to fill the main gradient; return False if it has a bucket, or memory already."""
+        fills = self._in_place and not self.has_main
+        if fills:
+            self.begin(self.local)
+        return fills
 
     def begin(self, bucket: object) -> None:
         """Allocate gradients: a bucket, the main gradient, or whole gradients if reduction is deferred."""
