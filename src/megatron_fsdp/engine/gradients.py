@@ -500,8 +500,8 @@ class GradientBuffers:
             rows = rows[1:]
         elif stage.result_into is not None:
             stage.result_into(sums, factor)
-        elif factor != 1.0 or stage.result() is not sums:  # it is the sum already where it was reduced in place
-            put_scaled(stage.result(), factor, sums)
+        elif (result := stage.result()) is not sums or factor != 1.0:  # else it was reduced in place
+            put_scaled(result, factor, sums)
         for row in rows:
             sums.add_(row, alpha=factor)
         if is_offloaded:
