@@ -170,6 +170,27 @@ def test_errors_that_pages_print_are_those_of_the_trainer(
         assert capsys.readouterr().err.splitlines() == textwrap.dedent(errors).splitlines()
 
 
+def said(file: Path) -> list[str]:
+    """The texts in a file, with an ellipsis for each value that is filled in."""
+    whole, parts = [], set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):  # from the outside in
+        if isinstance(node, ast.JoinedStr):
+            parts |= {id(each) for each in node.values}
+            whole.append("".join(str(each.value) if isinstance(each, ast.Constant) else "..." for each in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            whole.append(node.value)
+    return whole
+
+
+def test_every_message_that_troubleshooting_explains_is_one_of_the_source() -> None:
+    ours, _, _ = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## Of PyTorch")
+    rows = re.findall(r"^\| (`.*?) \| .+ \| .+ \|$", ours, re.MULTILINE)
+    explained = [words for row in rows for words in re.findall("`(.+?)`", row)]
+    source = "\0".join(text for file in sorted((ROOT / "src").rglob("*.py")) for text in said(file))
+    assert len(explained) > 30
+    assert [words for words in explained if words not in source] == []
+
+
 def test_every_finding_about_a_hang_is_one_that_tests_see() -> None:
     seen = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "hang").glob("*.py"))
     quoted = re.findall(r"^\| `((?:rank 1|all ranks) [^`]*)`", (DOCS / "debugging.md").read_text(), re.MULTILINE)
@@ -222,7 +243,8 @@ def test_files_that_the_design_names_are_there() -> None:
 
 def test_the_index_and_the_navigation_name_every_page() -> None:
     names = {page.name for page in DOCS.glob("*.md")} - {"index.md"}
-    listed = {found["target"] for found in _LINK.finditer((DOCS / "index.md").read_text())} - {"../README.md"}
+    links = _LINK.finditer((DOCS / "index.md").read_text())
+    listed = {found["target"].partition("#")[0] for found in links} - {"../README.md"}
     navigated = re.findall(r"- (?:.*: )?(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert listed == names
     assert sorted(navigated) == sorted({*names, "index.md"})

@@ -197,7 +197,7 @@ def fully_shard_model(
         hybrid_fsdp_expt_group: The same for experts; made from their mesh if left out.
         expt_device_mesh: The mesh of expert parameters (`.experts.` in the name, or `allreduce=False` on the
             parameter), with the same dimension names and further ones over which experts differ
-            (docs/sharded_models.md says what may be left out).
+            (docs/parallel_meshes.md says what may be left out).
         fsdp_group_ag: A second group of the ranks of `dp_shard_dim`, for parameter gathers only.
         expt_fsdp_group_ag: The same for experts.
         fsdp_unit_modules: Classes or import paths of the modules to unshard and reshard as units; None or "auto": those
@@ -259,7 +259,7 @@ def fully_shard_model(
             in one backward; one that goes unused after that has a zero gradient.
         deterministic: "world": gradients, their norm and the new weights are the same bits on any number of ranks if
             microbatch j of rank r is number ``j * ranks + r`` of the step and all microbatches are of one shape.
-            On one data-parallel axis, with `calculate_per_token_loss` (docs/sharded_models.md).
+            On data-parallel axes alone, with `calculate_per_token_loss` (docs/determinism.md).
         offload: The kinds of state that are kept in host memory (pinned for CUDA): a sequence such as
             `["main_weights", "optimizer_state"]`, or a mapping of kinds to fractions, 0 to 1. The kinds are
             main_weights, optimizer_state, main_gradients and compute_weights; "all", or torch's `CPUOffloadPolicy()`,
