@@ -201,12 +201,6 @@ def test_this_packages_config_is_taken_as_cores_class_is() -> None:
     assert {group.plan.precision.main_grads for group in model.parameter_groups()} == {torch.float32}
 
 
-def test_what_cannot_be_honoured_is_refused_in_a_foreign_config_too() -> None:
-    index = FSDPDistributedIndex.__new__(FSDPDistributedIndex)
-    with pytest.raises(NotSupportedYetError, match=r"reuse_grad_buf_for_mxfp8_param_ag=True \(default False\)"):
-        MegatronFSDP(nn.Linear(2, 2), index, CoreConfig(fp8_param_gather=True, reuse_grad_buf_for_mxfp8_param_ag=True))
-
-
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 

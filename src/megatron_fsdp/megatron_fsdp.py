@@ -18,7 +18,7 @@ from torch import nn
 from megatron_fsdp.comm.agreement import Groups, agreed, all_agree
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.streams import resolve_device
-from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig, refuse_unsupported
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import (
     EngineOptions,
     MemoryArguments,
@@ -139,7 +139,6 @@ class MegatronFSDP(nn.Module):
 
     Raises:
         ConfigurationError: An argument, a combination or the model cannot be honoured.
-        NotSupportedYetError: A field of `ddp_config` that this version does not implement is not at its default.
     """
 
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | str | None = None
@@ -185,7 +184,6 @@ class MegatronFSDP(nn.Module):
         check_policy(mixed_precision_policy)
         config, policy = _own_config(ddp_config, mixed_precision_policy, disable_bucketing)
         policy = with_weight_format(policy, config)
-        refuse_unsupported(vars(config))
         config = replace(
             config,
             nccl_ub=nccl_ub or config.nccl_ub,

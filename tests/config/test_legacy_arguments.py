@@ -1,4 +1,4 @@
-"""Arguments that older callers give, and those that are not known or not implemented."""
+"""Arguments that older callers give, and those that are not known."""
 
 import inspect
 import warnings
@@ -12,15 +12,13 @@ from torch import nn
 
 from megatron_fsdp import (
     DistributedDataParallel,
-    DistributedDataParallelConfig,
-    FSDPDistributedIndex,
     MegatronFSDP,
     MixedPrecisionPolicy,
     fully_shard,
     fully_shard_model,
 )
 from megatron_fsdp.automodel.config import MegatronFSDPConfig
-from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.fully_shard import _DEFAULT_POLICY, replace_legacy_keywords
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -112,16 +110,6 @@ def test_flags_that_disagree_are_refused_and_those_that_agree_pass() -> None:
 @pytest.fixture(autouse=True)
 def _without_process_group() -> None:
     assert not dist.is_initialized()
-
-
-def test_the_class_refuses_what_is_not_implemented_by_name() -> None:
-    index = FSDPDistributedIndex.__new__(FSDPDistributedIndex)
-    config = DistributedDataParallelConfig(fp8_param_gather=True, reuse_grad_buf_for_mxfp8_param_ag=True)
-    with pytest.raises(
-        NotSupportedYetError, match=r"reuse_grad_buf_for_mxfp8_param_ag=True \(default False\)"
-    ) as caught:
-        MegatronFSDP(nn.Linear(2, 2), index, config)
-    assert isinstance(caught.value, NotImplementedError)
 
 
 # ---- misspelt and missing arguments ----------------------------------------------------------------------------------

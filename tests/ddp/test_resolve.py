@@ -33,6 +33,10 @@ def test_gathers_in_few_bits_are_weight_formats_of_sharded_weights() -> None:
     assert kept.policy.weight_format == "fp8_compute"
     assert any(each.startswith("linears multiply float8 weights") for each in kept.notes)
     assert resolve(**UNITS, fp4_param_gather=True).policy.weight_format == "nvfp4"
+    reuse = {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
+    assert resolve(**UNITS, **reuse).policy.weight_format == "mxfp8"
+    with pytest.raises(ConfigurationError, match="name two formats of weights"):
+        resolve(**UNITS, **reuse, keep_fp8_transpose_cache=True)
     words = ("*.head.*=none", "*.experts.*=nvfp4", "mxfp8")
     named = {"*.head.*": None, "*.experts.*": "nvfp4", "*": "mxfp8"}
     assert resolve(**UNITS, megatron_fsdp_weight_format=words).policy.weight_format == named
@@ -40,12 +44,6 @@ def test_gathers_in_few_bits_are_weight_formats_of_sharded_weights() -> None:
         resolve(**UNITS, megatron_fsdp_weight_format=("*=fp9",))
     with pytest.raises(ConfigurationError, match="fp4_param_gather=True has no effect without sharded weights"):
         resolve(**SHARDS, fp4_param_gather=True)
-
-
-def test_what_is_not_there_yet_is_refused() -> None:
-    for more in ({}, UNITS):
-        with pytest.raises(NotSupportedYetError, match="is not supported yet"):
-            resolve(fp8_param_gather=True, reuse_grad_buf_for_mxfp8_param_ag=True, **more)
 
 
 def sets(text: str) -> Fields:

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -181,6 +182,26 @@ def test_the_peak_is_held_from_the_start(strategy: int) -> None:
         train(model, optimizer, 1)
     assert live.now_bytes < live.peak_bytes
     assert held_bytes() - before < wrapped + 2048
+
+
+@on_ranks(2)
+def test_bytes_of_a_weight_format_arrive_where_they_are_decoded() -> None:
+    """They need neither a gradient bucket nor another block: that is all `reuse_grad_buf_for_mxfp8_param_ag` asks."""
+    sizes, sent = [], []
+    for weight_format in (None, "mxfp8"):
+        policy = replace(MIXED, weight_format=weight_format)
+        model, optimizer = wrap(torch.bfloat16, mixed_precision_policy=policy)
+        plan = engine_of(model).executor.pool.plan
+        assert plan is not None
+        sizes.append({(b.use, b.number): b.num_bytes for b in plan.blocks if b.use is not Use.SHARD})
+        train(model, optimizer, 0, torch.bfloat16)
+        with recorded(model) as trace:
+            train(model, optimizer, 1, torch.bfloat16)
+        gathers = [[use for use, *_ in places] for name, _, places in trace if name == "all_gather"]
+        assert {use for uses in gathers for use in uses} == {Use.SHARD, Use.SLOT, Use.UNIT}
+        sent.append(model.traffic().gather_bytes)
+    assert sizes[0] == sizes[1]
+    assert sent[1] < 0.6 * sent[0]
 
 
 # ---- registration ---------------------------------------------------------------------------------------------------

@@ -318,11 +318,15 @@ def test_fields_of_a_configuration_choose_a_format() -> None:
         ("fp4_param_gather", True, "nvfp4"),
         ("megatron_fsdp_weight_format", ("mxfp8",), "mxfp8"),
     ]
-    for option, value, name in choices:
-        config = DistributedDataParallelConfig(**{**sharded, option: value})
+    reused = DistributedDataParallelConfig(**sharded, fp8_param_gather=True, reuse_grad_buf_for_mxfp8_param_ag=True)
+    for config, name in [
+        *((DistributedDataParallelConfig(**{**sharded, option: value}), name) for option, value, name in choices),
+        (reused, "mxfp8"),
+    ]:
         model = DistributedDataParallel(config, build(Job(name)), mesh, fsdp_unit_modules=list(CASE.unit_classes))
         other, _ = wrap(Job(name))
         assert torch.equal(CASE.loss(model, own), CASE.loss(other, own))
         assert f"gather {name}" in str(model.describe())
+    for option, value, name in choices:
         with pytest.raises(ConfigurationError, match=rf"{option}=.* has no effect with"):
             DistributedDataParallel(DistributedDataParallelConfig(**{option: value}), build(Job(name)), mesh)

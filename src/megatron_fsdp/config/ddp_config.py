@@ -16,7 +16,7 @@ import yaml
 from megatron_fsdp.config.precision import DTYPE_NAMES, check_main_dtype, weight_formats_of
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.config.yaml_mapping import read_mapping
-from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, explains_fields, nearest_name, warn_caller
+from megatron_fsdp.errors import ConfigurationError, explains_fields, nearest_name, warn_caller
 
 MOST = 2**63 - 1
 """The largest whole number of a field: sizes are counted in 64 bits, and Python cannot print every larger one."""
@@ -24,14 +24,6 @@ MOST = 2**63 - 1
 FOLLOW = "auto"
 """The word for a dtype of None in flags and files."""
 
-
-IN_SLOTS = (
-    "bytes of weight_format='mxfp8' are gathered into the slot of the weights, which a unit needs beside its gradients "
-    "in backward anyway"
-)
-
-NOT_IMPLEMENTED: Mapping[str, str] = {"reuse_grad_buf_for_mxfp8_param_ag": IN_SLOTS}
-"""Switches that have to stay off under every front end, with the reason."""
 
 DECIDED_ELSEWHERE: Mapping[str, str] = {
     "grad_reduce_in_fp32": "mixed_precision_policy names the dtypes of gradients, and where it follows this is float32",
@@ -44,17 +36,6 @@ DECIDED_ELSEWHERE: Mapping[str, str] = {
     "use_custom_fsdp": "whoever calls MegatronFSDP has chosen it",
 }
 """Fields of a configuration that decide nothing in `MegatronFSDP`, with the reason."""
-
-
-def refuse_unsupported(given: Mapping[str, Any]) -> None:
-    """Raise if a field of `NOT_IMPLEMENTED` is not at its default."""
-    at_fault = [
-        f"{name}={given[name]!r} (default False)" for name in NOT_IMPLEMENTED if given.get(name, False) is not False
-    ]
-    if at_fault:
-        raise NotSupportedYetError(
-            f"not supported yet: {', '.join(at_fault)}; this version accepts the default only, so leave it out"
-        )
 
 
 class Exclusion(NamedTuple):
@@ -250,8 +231,8 @@ class DistributedDataParallelConfig:
         average_in_collective: Average in the collective, instead of a sum and a factor.
         fp8_param_gather: Keep compute weights in float8 and gather them so (``fp8``); needs sharded weights.
         fp4_param_gather: Keep compute weights in 4 bits and gather them so (``nvfp4``); needs sharded weights.
-        reuse_grad_buf_for_mxfp8_param_ag: Gather MXFP8 parameters into the gradient buffer; needs
-            ``fp8_param_gather``.
+        reuse_grad_buf_for_mxfp8_param_ag: Gather MXFP8 parameters without memory of their own: chooses ``mxfp8`` for
+            ``fp8_param_gather``, which it needs, and whose bytes arrive inside the memory of the decoded weights.
         use_megatron_fsdp: Use the fully sharded engine.
         megatron_fsdp_version: How that engine is made: 1: of the whole model; 2: unit by unit, in place, as
             ``megatron_fsdp.experimental`` does, where nothing is merged.

@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from megatron_fsdp.config.ddp_config import NOT_IMPLEMENTED, DistributedDataParallelConfig
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import default_bucket_numel, strategies_of, with_weight_format
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.ddp.buckets import GatherMode
-from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
+from megatron_fsdp.errors import ConfigurationError
 
 HIGH_BANDWIDTH_MULTIPLE = 2**16
 
@@ -63,9 +63,6 @@ def resolve_ddp(
 ) -> ResolvedDDP:
     """Check and resolve a configuration for a number of ranks; the caller's object is not changed."""
     config = config.checked_copy()
-    for name, reason in NOT_IMPLEMENTED.items():
-        if getattr(config, name, False):
-            raise NotSupportedYetError(f"{name}=True is not supported yet: {reason}; leave it out")
     strategy = _strategy(config)
     _refuse_without_effect(config, strategy)
     instances = config.num_distributed_optimizer_instances

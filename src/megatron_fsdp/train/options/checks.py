@@ -293,6 +293,8 @@ def _wrong_formats(options: Options) -> Iterator[str]:
             )
     if options.training.fp8_recipe == "mxfp8" and options.ddp.keep_fp8_transpose_cache:
         yield "--keep-fp8-transpose-cache would do nothing with --fp8-recipe mxfp8: leave it out, or give tensorwise"
+    if options.training.fp8_recipe == "tensorwise" and options.ddp.reuse_grad_buf_for_mxfp8_param_ag:
+        yield "--reuse-grad-buf-for-mxfp8-param-ag contradicts --fp8-recipe tensorwise: leave it out, or give mxfp8"
 
 
 def _wrong_family(model: ModelOptions) -> Iterator[str]:

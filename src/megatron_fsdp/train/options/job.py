@@ -12,13 +12,13 @@ from typing import Literal, TypeVar
 
 import torch
 
-from megatron_fsdp.config.ddp_config import IN_SLOTS, DistributedDataParallelConfig
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.ddp_config_flags import in_flags, off_flag_of
 from megatron_fsdp.config.engine_options import with_weight_format
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
-from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import DDP_FIELDS, Options, flag_for
 from megatron_fsdp.train.options.checks import Sizes, check_options, idle_notes, wrong_sizes
 
@@ -331,14 +331,7 @@ def _engine_config(
         return replace(options.ddp, use_megatron_fsdp=False, data_parallel_sharding_strategy="no_shard")
     config = _with_gradient_dtypes(options, dtype, notes)
     if options.training.fp8_recipe == "mxfp8":
-        if config.reuse_grad_buf_for_mxfp8_param_ag:
-            notes.append(f"--reuse-grad-buf-for-mxfp8-param-ag has no effect: {IN_SLOTS}")
-        config = replace(
-            config,
-            fp8_param_gather=False,
-            reuse_grad_buf_for_mxfp8_param_ag=False,
-            megatron_fsdp_weight_format=("mxfp8",),
-        )
+        config = replace(config, reuse_grad_buf_for_mxfp8_param_ag=True)  # the field that chooses this format
     for sentence in config.idle_settings().values():
         raise ConfigurationError(in_flags(sentence))
     if config.megatron_fsdp_use_decoupled_grad:
@@ -351,7 +344,7 @@ def _engine_config(
         )
     try:
         strategy = resolve_ddp(config, sizes.data * sizes.context, 1).strategy
-    except (ConfigurationError, NotSupportedYetError) as error:
+    except ConfigurationError as error:
         raise ConfigurationError(in_flags(str(error))) from None
     if options.parallel.init_model_with_meta_device and strategy is ShardingStrategy.no_shard:
         raise ConfigurationError(
