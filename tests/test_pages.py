@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import pkgutil
 import re
 import textwrap
 import warnings
@@ -250,6 +251,30 @@ def test_the_index_and_the_navigation_name_every_page() -> None:
     assert sorted(navigated) == sorted({*names, "index.md"})
 
 
+def test_every_public_name_is_in_the_reference() -> None:
+    paths = re.findall(r"^::: (\S+)", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    shown = [pkgutil.resolve_name(path) for path in paths]
+    for name in (
+        "",
+        ".experimental",
+        ".fsdp2",
+        ".ddp",
+        ".weights",
+        ".checkpoint",
+        ".checkpoint.hf",
+        ".doctor",
+        ".plan",
+    ):
+        module = importlib.import_module(f"megatron_fsdp{name}")
+        public = {each: getattr(module, each) for each in module.__all__ if not each.startswith("__")}
+        ours = {
+            each
+            for each, value in public.items()
+            if getattr(value, "__module__", "megatron_fsdp").startswith("megatron_fsdp")
+        }
+        assert [each for each in ours if module not in shown and public[each] not in shown] == [], module
+
+
 # ---- the page on coming from elsewhere -------------------------------------------------------------------------------
 
 
@@ -272,6 +297,33 @@ def test_arguments_and_methods_that_the_tables_of_migration_name_are_there() -> 
     methods = set(re.findall(r"`model\.(\w+)", ours)) - {"bfloat16", "half", "module"}
     assert len(methods) > 10
     assert {name for name in methods if not hasattr(megatron_fsdp.MegatronFSDP, name)} == set()
+
+
+# ---- versions ----
+
+
+def test_one_version_and_date_stands_everywhere() -> None:
+    version, date = re.findall(r"^## (\S+) \((\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[
+        0
+    ]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert version == megatron_fsdp.__version__
+    assert f"version: {version}\ndate-released: {date}\n" in citation
+
+
+def test_the_versions_in_the_readme_are_those_that_are_pinned_and_allowed() -> None:
+    rows = re.findall(r"^\| (?:\w+)? ?\|(.*)\|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    names, tested, allowed = (
+        [cell.strip() for cell in row.split("|")] for row in rows if "3.11" in row or "trl" in row
+    )
+    pins = dict(re.findall(r"^([\w-]+)==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert len(names) == 7
+    for name, seen, oldest in zip(names, tested, allowed, strict=True):
+        pinned = pins.get(name.lower(), "3.11")  # the newest of those that were tested, or a Python
+        assert pinned in seen.split(", "), name
+        least = oldest.removeprefix("from ").split(" ")[0]
+        assert re.search(rf"{'requires-python = .' if name == 'Python' else name.lower()}>={least}\b", project), name
 
 
 # ---- the README's warning --------------------------------------------------------------------------------------------

@@ -49,7 +49,6 @@ from tools import (
     precision_parity,
     training_flags_table,
 )
-from tools.mutants import load_mutants
 from tools.on_ranks import on_ranks
 from tools.performance_picture import draw_performance
 from tools.plan_picture import draw_memory
@@ -255,12 +254,6 @@ PRESETS = (
 """The configurations in examples/presets, with their ranks and machine."""
 
 
-def planted_faults() -> str:
-    """Return the table of the faults of `make mutants`, each with the tests that run first."""
-    rows = [(each.name, Path(each.file).name, ", ".join(f"`{test}`" for test in each.tests)) for each in load_mutants()]
-    return table(("fault", "file", "tests"), rows)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     **training_flags_table.TABLES,
     "accumulation": lambda: str(on_ranks(2, accumulation_costs.measured_table)),
@@ -272,7 +265,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "format_band": lambda: optimizer_curves.format_bands(optimizer_curves.published()),
     "optimizer_rates": lambda: optimizer_curves.rate_table(optimizer_curves.published()),
     "padding": padding_table.render,
-    "planted_faults": planted_faults,
     "precision_losses": lambda: precision_parity.gap_table(precision_parity.published()),
     "precision_stages": precision_parity.stage_table,
     "presets": preset_plans,
