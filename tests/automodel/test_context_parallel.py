@@ -87,6 +87,7 @@ def test_batches_that_cannot_be_cut_are_refused_on_all_ranks() -> None:
         ("attention_mask of shape (2, 1, 1, 8)", {**ids, "attention_mask": ones[:, None, None]}),
         ("the batch has max_length_q without position_ids", {**ids, "max_length_q": torch.tensor(4)}),
         ("seq_idx has the shape (8,); give the number", {**ids, "seq_idx": tokens()[0] // 4}),
+        ("cu_seq_lens_q is 'twice'; give a tensor of whole numbers", {**ids, "cu_seq_lens_q": "twice"}),
         ("cu_seq_lens_q=[0, 4, 8] with 2 rows of 8 tokens", {**ids, "cu_seq_lens_q": torch.tensor([0, 4, 8])}),
         ("pixel_values of shape (2, 3, 4, 4)", {**ids, "pixel_values": torch.ones(2, 3, 4, 4)}),
         ("has holes or pads on the left", {**ids, "attention_mask": hole}),

@@ -24,7 +24,7 @@ from megatron_fsdp.automodel.architecture import IGNORED_LABEL, find_layers, tex
 from megatron_fsdp.checkpoint.hf.live import own_class
 from megatron_fsdp.comm.agreement import Groups, all_agree, default_if_all, device_over, raise_together
 from megatron_fsdp.comm.fingerprint import fingerprint
-from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+from megatron_fsdp.errors import ConfigurationError, ParallelSizeError, shortened
 
 _EMBEDDINGS = "inputs_embeds"
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
@@ -222,7 +222,12 @@ def _document_starts(batch: Mapping[str, Tensor], of_packing: Mapping[str, Any])
     for name, given in of_packing.items():
         if given is None or name.startswith("max_length"):
             continue
-        marks = torch.as_tensor(given)
+        try:
+            marks = torch.as_tensor(given)
+        except (TypeError, ValueError, RuntimeError):
+            raise ConfigurationError(
+                f"{name} is {shortened(repr(given), 80)}; give a tensor of whole numbers"
+            ) from None
         if name == "seq_idx":
             if marks.shape != at.shape:
                 raise ConfigurationError(
