@@ -182,8 +182,8 @@ def plot_formats(path: Path, losses: Losses) -> None:
         means = [mean(gaps[end - last : end]) for end in range(last, len(gaps) + 1)]
         axes.plot(range(200, STEPS + 1, WINDOW), means, label=name)
     axes.axhline(0.0, color="black", linewidth=0.8)
-    axes.set(xlabel="optimizer step", ylabel="gap to float32 (nats per byte, mean of 200 steps)")
-    axes.set_title("The tiny model with rounded weights", fontsize=11)
+    axes.set(xlabel="optimizer step", ylabel="gap to float32 (nats per byte)")
+    axes.set_title("The tiny model with rounded weights, means of 200 steps", fontsize=11)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=9, ncols=4)
     figure.savefig(path)
