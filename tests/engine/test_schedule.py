@@ -311,7 +311,7 @@ CASES = {
         ("W", "reshard0 reshard1 reshard2"),
         # The persistent one is gathered ahead although the only slot is taken.
         ("F0> F1>", "unshard0 unshard1@0 wait0 unshard2 wait1"),
-        persistent=frozenset({2}),
+        without_slot=frozenset({2}),
         slots=1,
     ),
 }
@@ -375,7 +375,7 @@ def numberless(operations: str) -> str:
 
 def resized(**options: object) -> Play:
     """Every unit and the root have memory of their own that is given back; the order is known."""
-    player = play(resized=EVERYTHING - {0}, returned=EVERYTHING, **options)
+    player = play(resized=EVERYTHING - {0}, resharded_after_backward=EVERYTHING, **options)
     player(STEP)
     return player
 
@@ -396,7 +396,7 @@ def test_a_second_microbatch_gathers_everything_again() -> None:
 
 def given_back_per_step(microbatches: int = 1) -> Play:
     """The root's memory is given back when the last backward of a step is over; one step has been seen."""
-    player = play(returned_before_step=frozenset({0}))
+    player = play(resharded_before_step=frozenset({0}))
     first = player(" ".join([FORWARD, BACKWARD] * microbatches))
     assert "reshard0" not in first.split()  # nothing is known of the first step
     assert player("W").startswith("reshard0 ")

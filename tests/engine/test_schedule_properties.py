@@ -63,7 +63,7 @@ def programs(draw: st.DrawFn, nests: bool = False) -> Program:
         backward_prefetch_units=draw(st.integers(0, slots)),
         reduces_early=draw(st.booleans()),
         **_places(draw, count, shares_slots),
-        returned_before_step=frozenset({ROOT_UNIT})
+        resharded_before_step=frozenset({ROOT_UNIT})
         if shares_slots and not nests and draw(st.booleans())
         else frozenset(),
     )
@@ -82,7 +82,7 @@ def _places(draw: st.DrawFn, count: int, shares_slots: bool) -> dict[str, frozen
     resized = frozenset(unit for unit, kind in enumerate(kinds) if unit and kind == "resized")
     root = frozenset({ROOT_UNIT}) if draw(st.booleans()) else frozenset()
     persistent = frozenset(unit for unit, kind in enumerate(kinds) if unit and kind == "persistent")
-    return {"resized": resized, "persistent": persistent, "returned": resized | root}
+    return {"resized": resized, "without_slot": persistent, "resharded_after_backward": resized | root}
 
 
 @st.composite
@@ -139,7 +139,7 @@ class Machine:
         assert self.config.gathers, "nothing has to be gathered"
         assert unit not in self.place, "gathered twice"
         assert unit not in self.computing, "overwritten while in use"
-        in_slots = self.config.shares_slots and unit != ROOT_UNIT and unit not in self.config.persistent
+        in_slots = self.config.shares_slots and unit != ROOT_UNIT and unit not in self.config.without_slot
         assert (slot is not None) == in_slots, "slots are for units other than the root"
         if slot is not None:
             assert slot not in self.place.values(), "two units in one slot"
@@ -221,7 +221,7 @@ class Theatre:
             self.machine.filled.add(ROOT_UNIT)
         self.machine.computing.clear()
         self._feed("E")
-        assert not self.machine.place.keys() & self.program.config.returned, "memory was not given back"
+        assert not self.machine.place.keys() & self.program.config.resharded_after_backward, "memory was not given back"
         assert self.machine.filled == set(), "gradients were left unreduced"
         self._check_reductions(each)
 

@@ -222,9 +222,9 @@ def plan_memory(
         backward_prefetch_units=backward,
         reduces_early=reduces_early,
         resized=resized,
-        persistent=frozenset(weights.units_in(WeightStorage.OWN)).union(held, whole) - {ROOT_UNIT},
-        returned=resized,
-        returned_before_step=frozenset(
+        without_slot=frozenset(weights.units_in(WeightStorage.OWN)).union(held, whole) - {ROOT_UNIT},
+        resharded_after_backward=resized,
+        resharded_before_step=frozenset(
             unit
             for unit in weights.units_in(WeightStorage.FOR_STEP)
             if any(group.shards_compute_weights for group in units[unit])

@@ -53,10 +53,10 @@ class ScheduleConfig:
     # units with memory of their own: a slot only counts how many are gathered, and any will do
     resized: frozenset[int] = frozenset()
     # those that no other unit evicts, and that take no slot: their memory is their own
-    persistent: frozenset[int] = frozenset()
-    returned: frozenset[int] = frozenset()  # those resharded when a backward is over, because their memory is freed
+    without_slot: frozenset[int] = frozenset()
+    resharded_after_backward: frozenset[int] = frozenset()  # when a backward is over, because their memory is freed
     # those resharded after the last backward before the weights change, as far as predicted
-    returned_before_step: frozenset[int] = frozenset()
+    resharded_before_step: frozenset[int] = frozenset()
 
 
 class RecordedOrder:
@@ -357,10 +357,10 @@ class Scheduler:
 
     def backward_ends(self) -> tuple[Operation, ...]:
         """Reduce the remaining units, from the last to the root, and finish: autograd has nothing left to do."""
-        returned = self.config.returned
+        resharded = self.config.resharded_after_backward
         if self._in_backward and self._step_length.note_backward():
-            returned = returned | self.config.returned_before_step
-        done = [unit for unit in sorted(returned) if unit not in self._forward_stack]
+            resharded = resharded | self.config.resharded_before_step
+        done = [unit for unit in sorted(resharded) if unit not in self._forward_stack]
         operations = [operation for unit in done for operation in self._reshard(unit)]
         # By number and not in the order of the pass: all ranks reduce alike, whatever gradients came.
         for unit in range(len(self._units) - 1, -1, -1):
@@ -448,11 +448,11 @@ class Scheduler:
         """Keep a unit with memory of its own gathered after its forward, or after a backward, or not."""
         one, config = frozenset({unit}), self.config
         if unit in config.resized:
-            returned = config.returned - one if after_backward else config.returned | one
-            self.config = replace(config, returned=returned)
+            at_end, free = config.resharded_after_backward, config.without_slot
+            at_end = at_end - one if after_backward else at_end | one
             if unit != ROOT_UNIT:  # the root's door reshards it after its forward
-                persistent = config.persistent | one if after_forward else config.persistent - one
-                self.config = replace(self.config, persistent=persistent)
+                free = free | one if after_forward else free - one
+            self.config = replace(config, resharded_after_backward=at_end, without_slot=free)
 
     def set_trainable(self, units: Sequence[Sequence[bool]]) -> None:
         """Change which parameters take gradients."""
@@ -526,7 +526,7 @@ class Scheduler:
         if state.residence is not _SHARDED:
             return []
         operations: list[Operation] = []
-        if unit != ROOT_UNIT and self.config.shares_slots and unit not in self.config.persistent:
+        if unit != ROOT_UNIT and self.config.shares_slots and unit not in self.config.without_slot:
             slot = self._choose_slot(unit, spare, must)
             if slot is None:
                 return []
