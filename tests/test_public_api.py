@@ -5,136 +5,58 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron_fsdp
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.support.settling import LIMIT_S
 from tests.support.source_tree import SOURCE
 
-REQUIRED = "required"
-POLICY = MixedPrecisionPolicy(torch.float32, None, None)
+MODEL_ARGUMENTS = """device_mesh=None, dp_shard_dim=None, dp_outer_dim=None, tp_dim=None, hybrid_fsdp_group=None,
+hybrid_fsdp_expt_group=None, expt_device_mesh=None, fsdp_group_ag=None, expt_fsdp_group_ag=None, fsdp_unit_modules=None,
+zero_dp_strategy=3, outer_dp_sharding_strategy=0, device=None, init_model_with_meta_device=False,
+mixed_precision_policy=POLICY, overlap_grad_reduce=True, overlap_param_gather=True, sync_model_each_microbatch=True,
+preproc_state_dict_for_dcp_ckpt=True, report_nan_in_param_grad=False, average_in_collective=False,
+disable_bucketing=False, calculate_per_token_loss=False, keep_fp8_transpose_cache=False, nccl_ub=False,
+fsdp_double_buffer=False, fsdp_db_use_persist_buf_on_alloc_fail=False, disable_symmetric_registration=False,
+enable_fine_grained_param_gather=False, use_decoupled_grad=False, cuda_graph_mode=False, maxpool_double_buffer=False,
+grad_reduce_in_fp32=None, preserve_fp32_weights=None, check_for_nan_in_grad=None,
+keep_fp8_transpose_cache_when_using_custom_fsdp=None"""
+OWN_ARGUMENTS = """reduce_scatter_with_fp32_accumulation=False, weight_allocator='slots', max_gathered_units=None,
+forward_prefetch_units=None, backward_prefetch_units=None, verify_ranks=None, find_unused_parameters=False,
+deterministic=None, offload=None, ranks_may_skip_units=False"""
+"""Not in the published signatures: they come last. Beside these, `zero_dp_strategy_experts` and `weight_format`."""
 
-MODEL_ARGUMENTS: list[tuple[str, Any]] = [
-    ("device_mesh", None),
-    ("dp_shard_dim", None),
-    ("dp_outer_dim", None),
-    ("tp_dim", None),
-    ("hybrid_fsdp_group", None),
-    ("hybrid_fsdp_expt_group", None),
-    ("expt_device_mesh", None),
-    ("fsdp_group_ag", None),
-    ("expt_fsdp_group_ag", None),
-    ("fsdp_unit_modules", None),
-    ("zero_dp_strategy", 3),
-    ("outer_dp_sharding_strategy", 0),
-    ("device", None),
-    ("init_model_with_meta_device", False),
-    ("mixed_precision_policy", POLICY),
-    ("overlap_grad_reduce", True),
-    ("overlap_param_gather", True),
-    ("sync_model_each_microbatch", True),
-    ("preproc_state_dict_for_dcp_ckpt", True),
-    ("report_nan_in_param_grad", False),
-    ("average_in_collective", False),
-    ("disable_bucketing", False),
-    ("calculate_per_token_loss", False),
-    ("keep_fp8_transpose_cache", False),
-    ("nccl_ub", False),
-    ("fsdp_double_buffer", False),
-    ("fsdp_db_use_persist_buf_on_alloc_fail", False),
-    ("disable_symmetric_registration", False),
-    ("enable_fine_grained_param_gather", False),
-    ("use_decoupled_grad", False),
-    ("cuda_graph_mode", False),
-    ("maxpool_double_buffer", False),
-]
-LEGACY_ARGUMENTS: list[tuple[str, Any]] = [
-    ("grad_reduce_in_fp32", None),
-    ("preserve_fp32_weights", None),
-    ("check_for_nan_in_grad", None),
-    ("keep_fp8_transpose_cache_when_using_custom_fsdp", None),
-]
-OWN_ARGUMENTS: list[tuple[str, Any]] = [
-    ("reduce_scatter_with_fp32_accumulation", False),
-    ("weight_allocator", "slots"),
-    ("max_gathered_units", None),
-    ("forward_prefetch_units", None),
-    ("backward_prefetch_units", None),
-    ("verify_ranks", None),
-    ("find_unused_parameters", False),
-    ("deterministic", None),
-    ("offload", None),
-    ("ranks_may_skip_units", False),
-]
-"""Not in the published signatures: they come last."""
-EXPERTS = ("zero_dp_strategy_experts", None)  # of `MegatronFSDP` a field of its configuration
-
-SIGNATURES: dict[str, list[tuple[str, Any]]] = {
-    "fully_shard_model": [("module", REQUIRED), *MODEL_ARGUMENTS, *LEGACY_ARGUMENTS, *OWN_ARGUMENTS, EXPERTS],
-    "fully_shard_optimizer": [("optimizer", REQUIRED), ("preproc_state_dict_for_dcp_ckpt", True)],
-    "fully_shard": [
-        ("module", REQUIRED),
-        ("optimizer", REQUIRED),
-        *MODEL_ARGUMENTS,
-        *LEGACY_ARGUMENTS,
-        *OWN_ARGUMENTS,
-        EXPERTS,
-    ],
-    "MegatronFSDP": [
-        ("module", REQUIRED),
-        ("dist_index", REQUIRED),
-        ("ddp_config", None),
-        ("mixed_precision_policy", POLICY),
-        ("fsdp_unit_modules", None),
-        ("disable_bucketing", False),
-        ("device", None),
-        ("calculate_per_token_loss", False),
-        ("init_model_with_meta_device", False),
-        ("sync_model_each_microbatch", False),
-        ("keep_fp8_transpose_cache", False),
-        ("nccl_ub", False),
-        ("fsdp_double_buffer", False),
-        ("fsdp_db_use_persist_buf_on_alloc_fail", False),
-        ("disable_symmetric_registration", False),
-        ("enable_fine_grained_param_gather_hook", False),
-        ("enable_fine_grained_param_gather_backward_hook", False),
-        ("fine_grained_recurse_module_types", None),
-        ("report_nan_in_param_grad", False),
-        *OWN_ARGUMENTS,
-    ],
-    "MixedPrecisionPolicy": [
-        ("main_params_dtype", torch.float32),
-        ("main_grads_dtype", None),
-        ("grad_comm_dtype", None),
-        ("weight_format", None),  # ours
-    ],
-    "FSDPDistributedIndex": [
-        ("device_mesh", REQUIRED),
-        ("dp_shard_dim", None),
-        ("dp_outer_dim", None),
-        ("tp_dim", None),
-        ("hybrid_fsdp_group", None),
-        ("hybrid_fsdp_expt_group", None),
-        ("hsdp_outer_dp_shard", False),
-        ("expt_device_mesh", None),
-        ("fsdp_group_ag", None),
-        ("expt_fsdp_group_ag", None),
-    ],
-    "reduce_scatter_with_fp32_accumulation": [
-        ("output", REQUIRED),
-        ("input", REQUIRED),
-        ("op", torch.distributed.ReduceOp.SUM),
-        ("group", None),
-        ("async_op", False),
-        ("all_to_all_output_tensor", None),
-    ],
+SIGNATURES = {
+    "fully_shard_model": f"module, {MODEL_ARGUMENTS}, {OWN_ARGUMENTS}, zero_dp_strategy_experts=None",
+    "fully_shard_optimizer": "optimizer, preproc_state_dict_for_dcp_ckpt=True",
+    "fully_shard": f"module, optimizer, {MODEL_ARGUMENTS}, {OWN_ARGUMENTS}, zero_dp_strategy_experts=None",
+    "MegatronFSDP": f"""module, dist_index, ddp_config=None, mixed_precision_policy=POLICY, fsdp_unit_modules=None,
+disable_bucketing=False, device=None, calculate_per_token_loss=False, init_model_with_meta_device=False,
+sync_model_each_microbatch=False, keep_fp8_transpose_cache=False, nccl_ub=False, fsdp_double_buffer=False,
+fsdp_db_use_persist_buf_on_alloc_fail=False, disable_symmetric_registration=False,
+enable_fine_grained_param_gather_hook=False, enable_fine_grained_param_gather_backward_hook=False,
+fine_grained_recurse_module_types=None, report_nan_in_param_grad=False, {OWN_ARGUMENTS}""",
+    "MixedPrecisionPolicy": "main_params_dtype=FP32, main_grads_dtype=None, grad_comm_dtype=None, weight_format=None",
+    "FSDPDistributedIndex": """device_mesh, dp_shard_dim=None, dp_outer_dim=None, tp_dim=None, hybrid_fsdp_group=None,
+hybrid_fsdp_expt_group=None, hsdp_outer_dp_shard=False, expt_device_mesh=None, fsdp_group_ag=None,
+expt_fsdp_group_ag=None""",
+    "reduce_scatter_with_fp32_accumulation": """output, input, op=SUM, group=None, async_op=False,
+all_to_all_output_tensor=None""",
 }
+NAMED = {
+    f"={value!r}": f"={name}"
+    for name, value in (
+        ("POLICY", MixedPrecisionPolicy(torch.float32, None, None)),
+        ("FP32", torch.float32),
+        ("SUM", dist.ReduceOp.SUM),
+    )
+}
+"""Defaults that the signatures above give by a name."""
 
 DUNDERS = [
     "__version__",
@@ -151,18 +73,14 @@ DUNDERS = [
 ]
 
 
-def arguments_of(function: Callable[..., Any]) -> list[tuple[str, Any]]:
-    """Names and defaults in order; every argument must be explicit."""
-    listed = []
-    for parameter in inspect.signature(function).parameters.values():
-        assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD, parameter
-        listed.append((parameter.name, REQUIRED if parameter.default is parameter.empty else parameter.default))
-    return listed
-
-
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_arguments_have_the_published_names_order_and_defaults(name: str) -> None:
-    assert arguments_of(getattr(megatron_fsdp, name)) == SIGNATURES[name]
+    found = []
+    for parameter in inspect.signature(getattr(megatron_fsdp, name)).parameters.values():
+        assert parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD, parameter
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        found.append(parameter.name + NAMED.get(default, default))
+    assert found == " ".join(SIGNATURES[name].split()).split(", ")
 
 
 def test_the_package_exports_the_published_names() -> None:
