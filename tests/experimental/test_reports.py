@@ -13,18 +13,13 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.describe import Description, describe
-from megatron_fsdp.describe.model import memory_of
-from megatron_fsdp.doctor import check_parity
-from megatron_fsdp.engine.engine import engine_of_model
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.experimental import Placements, fully_shard, fully_shard_context, fully_shard_optimizer
 from megatron_fsdp.hang.log_file import Mark, read_folder
 from megatron_fsdp.hang.watch import log_for_hangs, stop_logging_for_hangs
-from megatron_fsdp.plan import plan
-from megatron_fsdp.plan.simulate import built_without_memory, simulated_ranks
 from megatron_fsdp.trace import Timeline, trace
 from tests.support.on_ranks import fixed_seed, on_ranks, refusal
-from tests.support.zoo import FLOORS, TOWER_FEATURES, Floor, Tower, tower_loss
+from tests.support.zoo import FLOORS, Tower
 from tests.trace.training import data, plain, sharded_tower
 
 R, S, AVG = Replicate(), Shard(0), Partial("avg")
@@ -140,56 +135,3 @@ def test_a_model_that_is_not_sharded_is_refused() -> None:
             assert "no engines" in refusal(trace, module)
     assert "has 2 engines" in refusal(describe, pair)
     assert describe(pair[0]).model == "Linear"
-
-
-def batch(seed: int) -> torch.Tensor:
-    return torch.randn(8, TOWER_FEATURES, generator=torch.Generator().manual_seed(seed))
-
-
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return tower_loss(model, x)
-
-
-@on_ranks(2)
-def test_the_doctor_finds_a_wrong_factor() -> None:
-    def halved(model: nn.Module, _: torch.optim.Optimizer) -> Trained:
-        mesh = init_device_mesh("cpu", (2,))
-        with fully_shard_context("cpu"):
-            fully_shard(model, mesh, PLACEMENTS[3], grad_divisor=2)
-        made = torch.optim.SGD(model.parameters())
-        fully_shard_optimizer(made)
-        return model, made
-
-    report = check_parity(Tower, batch, loss_fn=loss_of, optimizer_fn="sgd", shard_fn=halved, steps=1)
-    assert not report.passed
-
-
-@pytest.mark.parametrize("strategy", PLACEMENTS)
-def test_a_plan_is_what_the_engine_does(strategy: int) -> None:
-    inputs = torch.empty(4, TOWER_FEATURES, device="meta")
-    found = plan(Tower, 8, strategy, inputs=inputs, loss_fn=lambda out: out.square().mean(), fsdp_unit_modules=[Floor])
-    with simulated_ranks(8) as mesh:
-        tower = built_without_memory(Tower)
-        with fully_shard_context("cpu"):
-            for module in (*tower.floors, tower):  # type: ignore[misc]
-                fully_shard(module, mesh, PLACEMENTS[strategy])
-        engine, optimizer = engine_of_model(tower), torch.optim.AdamW(tower.parameters())
-        fully_shard_optimizer(optimizer)
-        for _ in range(2):
-            before = engine.traffic.copy()
-            tower_loss(tower, torch.zeros(4, TOWER_FEATURES)).backward()
-            held = memory_of(engine)
-            optimizer.step()
-            optimizer.zero_grad()
-        sent = engine.traffic.since(before)
-    (axis,) = found.traffic
-    assert (axis.gathers, axis.reductions, axis.sent_bytes) == (
-        sent.gathers,
-        sent.reductions,
-        sent.gather_bytes + sent.reduce_bytes,
-    )
-    assert (found.memory.compute_weights, found.memory.main_gradients) == (
-        held.compute_weight_bytes,
-        held.main_grad_bytes,
-    )
-    assert held.main_weight_bytes == found.memory.main_weights

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -14,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -95,6 +97,12 @@ def train(
     return noted
 
 
+@cache
+def alone(**options: Any) -> Noted:
+    """What one process notes, which many tests compare with."""
+    return train(build(**options), False)
+
+
 def assert_same(found: Noted, wanted: Noted, **tolerance: float) -> None:
     for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
         torch.testing.assert_close(one, other, msg=lambda text, number=number: f"{number}: {text}", **tolerance)
@@ -144,25 +152,22 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any, bool], object]]] = {
 @on_ranks()
 def test_training_is_one_process(case: str) -> None:
     options, before = CASES[case]
-    assert_same(train(shard(build(), **options), True, before=before), train(build(), False))
+    assert_same(train(shard(build(), **options), True, before=before), alone())
 
 
-@pytest.mark.full(short=["all_reduce"])
-@pytest.mark.parametrize("before", [sync, all_reduce])
 @on_ranks(4)
-def test_hybrid_meshes_are_one_process(before: Callable[[Any, bool], object]) -> None:
-    assert_same(train(shard(build(), mesh=hybrid()), True, before=before), train(build(), False))
+def test_hybrid_meshes_are_one_process() -> None:
+    assert_same(train(shard(build(), mesh=hybrid()), True, before=all_reduce), alone())
 
 
 @on_ranks(2)
 def test_tied_weights_in_a_list_are_one_process() -> None:
-    assert_same(train(shard(build(tied=True)), True), train(build(tied=True), False))
+    assert_same(train(shard(build(tied=True)), True), alone(tied=True))
 
 
-@pytest.mark.full(short=["policy1"])
-@pytest.mark.parametrize("policy", [{}, {"reduce_dtype": torch.float32, "output_dtype": torch.float32}])
 @on_ranks(2)
-def test_mixed_precision_is_that_of_torch(policy: dict[str, torch.dtype]) -> None:
+def test_mixed_precision_is_that_of_torch() -> None:
+    policy = {"reduce_dtype": torch.float32, "output_dtype": torch.float32}
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, **policy)}
     ours, theirs = shard(build(), **options), shard(build(), torch_fully_shard, **options)
     seen: list[torch.dtype] = []
@@ -176,13 +181,6 @@ def test_mixed_precision_is_that_of_torch(policy: dict[str, torch.dtype]) -> Non
     assert {param.dtype for param in ours.parameters()} == {torch.float32}
 
 
-@on_ranks(2)
-def test_offload_changes_nothing() -> None:
-    assert_same(
-        train(shard(build(), offload_policy=CPUOffloadPolicy()), True), train(shard(build()), True), rtol=0, atol=0
-    )
-
-
 @on_ranks(4)
 def test_tensor_parallel_parameters_are_one_process() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -192,13 +190,11 @@ def test_tensor_parallel_parameters_are_one_process() -> None:
     shard(model, mesh=mesh["dp"])
     before = model.blocks[0].mlp.up.weight
     assert before.full_tensor().equal(build().blocks[0].mlp.up.weight)
-    assert_same(train(model, True, data_ranks=2), train(build(), False))
+    assert_same(train(model, True, data_ranks=2), alone())
 
 
-@pytest.mark.full(short=["4.0"])
-@pytest.mark.parametrize("factor", [None, 4.0])
 @on_ranks(4)
-def test_a_second_mesh_in_a_unit_is_that_of_torch(factor: float | None) -> None:
+def test_a_second_mesh_in_a_unit_is_that_of_torch() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     experts = FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0)
 
@@ -213,9 +209,8 @@ def test_a_second_mesh_in_a_unit_is_that_of_torch(factor: float | None) -> None:
                 block.mlp.up.weight.mul_(1 + dist.get_rank() % 2)  # other ranks hold other experts
             block.mlp.up.weight.is_expert = True
             by(block, shard_placement_fn=place)
-            if factor is not None:
-                block.set_gradient_divide_factor(factor)
-                block.set_force_sum_reduction_for_comms(True)  # gloo has no other sum for torch's
+            block.set_gradient_divide_factor(4.0)
+            block.set_force_sum_reduction_for_comms(True)  # gloo has no other sum for torch's
         by(model)
         of_experts = [block.mlp.up.weight for block in model.blocks]
         assert {param.device_mesh.size() for param in of_experts} == {2}
@@ -229,15 +224,11 @@ def test_a_second_mesh_in_a_unit_is_that_of_torch(factor: float | None) -> None:
     assert_same(*noted)
 
 
-@pytest.mark.full(short=["hybrid-sync"])
-@pytest.mark.parametrize(("mesh", "before"), [(ring, always), (hybrid, sync)])
 @on_ranks(4)
-def test_a_hook_of_reduced_gradients_is_called_as_in_torch(
-    mesh: Callable[[], DeviceMesh], before: Callable[[Any, bool], object]
-) -> None:
+def test_a_hook_of_reduced_gradients_is_called_as_in_torch() -> None:
     noted, calls = [], []
     for by in (fully_shard, torch_fully_shard):
-        model, sizes = shard(build(), by, mesh=mesh()), list[int]()
+        model, sizes = shard(build(), by, mesh=hybrid()), list[int]()
 
         def hook(reduced: Tensor, sizes: list[int] = sizes) -> None:
             sizes.append(reduced.ndim)
@@ -246,25 +237,11 @@ def test_a_hook_of_reduced_gradients_is_called_as_in_torch(
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_all_reduce_hook(hook)
-        noted.append(train(model, True, before=before))
+        noted.append(train(model, True, before=sync))
         calls.append(sizes)
     assert_same(*noted)
     assert calls[0] == calls[1]
     assert set(calls[0]) == {1}
-
-
-@on_ranks(2)
-def test_the_sum_is_divided_by_the_given_factor() -> None:
-    model = shard(build())
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-    reference, batch = build(), make_token_batch(SAMPLES, torch.Generator().manual_seed(7))
-    token_loss(model, batch.part(dist.get_rank(), 2)).backward()
-    for part in range(2):
-        token_loss(reference, batch.part(part, 2)).backward()
-    for param, wanted in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad)
 
 
 @pytest.mark.parametrize(("order", "mesh"), [(2.0, ring), (math.inf, hybrid)])
@@ -307,7 +284,7 @@ def test_parameters_rest_as_torch_cuts_them_and_stay_the_same_objects() -> None:
         assert one.to_local().equal(other.to_local())
     held = list(ours.parameters())
     optimizer = sgd(ours)
-    assert_same(train(ours, True, optimizer), train(build(), False))
+    assert_same(train(ours, True, optimizer), alone())
     assert all(
         one is other and isinstance(one, UnevenDTensor) for one, other in zip(held, ours.parameters(), strict=True)
     )
@@ -355,7 +332,7 @@ def test_meta_parameters_are_filled_as_clients_do(fill: Callable[[Any, nn.Module
     with pytest.raises(ScheduleError, match=r"16 parameters|parameters are on the meta device"):
         model(torch.zeros(1, 4, dtype=torch.long))
     fill(model, build())
-    assert_same(train(model, True), train(build(), False))
+    assert_same(train(model, True), alone())
 
 
 @on_ranks(2)
@@ -372,7 +349,7 @@ def test_a_rank_with_values_joins_ranks_with_empty_memory() -> None:
     full = source.state_dict() if dist.get_rank() == 0 else {}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full, options=options)
-    assert_same(train(model, True), train(build(), False))
+    assert_same(train(model, True), alone())
 
 
 # ---- calls between forwards -----------------------------------------------------------------------------------------
@@ -457,7 +434,7 @@ def test_reset_goes_on_after_an_exception() -> None:
         model(torch.zeros(1, 4, dtype=torch.long))
     handle.remove()
     model.reset_iter_state()
-    assert_same(train(model, True), train(build(), False))
+    assert_same(train(model, True), alone())
     with pytest.raises(RuntimeError, match="root"):
         model.blocks[0].reset_iter_state()
 
@@ -573,7 +550,7 @@ def test_inference_may_come_first() -> None:
     with torch.inference_mode():
         found = model(tokens)
     assert found.equal(build()(tokens))
-    assert_same(train(model, True), train(build(), False))
+    assert_same(train(model, True), alone())
 
 
 @on_ranks(2)
@@ -583,30 +560,6 @@ def test_the_root_too_stays_gathered_after_a_backward_if_asked() -> None:
         model.set_reshard_after_backward(reshards)
         model(tokens).sum().backward()
         assert engine_of_module(model).scheduler.is_gathered(0) is not reshards
-
-
-@on_ranks(2)
-def test_pipeline_schedules_reduce_at_their_end() -> None:
-    """What torch's schedules do around the microbatches of a stage."""
-    model, source = shard(build()), build()
-    batch = make_token_batch(SAMPLES, torch.Generator().manual_seed(7))
-    model.set_is_last_backward(False)
-    model.set_reshard_after_backward(False)
-    model.set_requires_gradient_sync(False)
-    mine = batch.part(dist.get_rank(), 2)
-    for part in range(2):
-        token_loss(model, mine.part(part, 2)).backward()
-    assert all(param.grad is None for param in model.parameters())
-    model.set_requires_gradient_sync(True)
-    state = torch_fully_shard.state(model)
-    for each in state._state_ctx.all_states:
-        for group in each._fsdp_param_groups:
-            group.post_backward()
-    state._root_post_backward_final_callback()
-    for part in range(4):
-        (token_loss(source, batch.part(part, 4)) / 2).backward()
-    for param, wanted in zip(model.parameters(), source.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad)
 
 
 # ---- the class, and what is refused ---------------------------------------------------------------------------------
@@ -698,17 +651,6 @@ def test_ranks_that_shard_other_units_hear_of_it() -> None:
         model(torch.zeros(1, 4, dtype=torch.long))
 
 
-@on_ranks(2)
-def test_ignored_parameters_stay_plain() -> None:
-    model = build()
-    ignored = {model.head.weight}
-    shard(model, ignored_params=ignored)
-    assert type(model.head.weight) is nn.Parameter
-    model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
-    assert type(model.head.weight.grad) is Tensor
-    assert isinstance(model.norm.weight.grad, DTensor)
-
-
 @on_ranks(1)
 def test_install_rebinds_and_restores() -> None:
     import torch.distributed._composable.fsdp as composable
@@ -722,3 +664,59 @@ def test_install_rebinds_and_restores() -> None:
         model(torch.zeros(1, 4, dtype=torch.long))
         assert "as install() asks for" in str(describe(model))
     assert fsdp.fully_shard is composable.fully_shard is torch_fully_shard
+
+
+# ---- pipeline schedules of torch, unmodified, over stages that are sharded ------------------------------------------
+
+ROWS, WIDTH = 8, 6
+
+
+def blocks(number: int) -> list[nn.Module]:
+    with fixed_seed(0):
+        return [nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, WIDTH)) for _ in range(number)]
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+@pytest.mark.full(short=["Schedule1F1B"])
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
+@on_ranks(4)
+def test_stages_train_as_one_process(schedule: Any) -> None:
+    """Two stages (or four, two on each rank) over two data-parallel ranks; three steps of four microbatches."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage, data_rank = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    is_interleaved = schedule is ScheduleInterleaved1F1B
+    number = 4 if is_interleaved else 2
+    own, reference, group = blocks(2 * number), nn.Sequential(*blocks(2 * number)), mesh.get_group("pp")
+    stages, parts = [], {}
+    for index in range(stage, number, 2):
+        part = parts[index] = nn.Sequential(*own[2 * index : 2 * index + 2])
+        for block in part:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(part, mesh=mesh["dp"])
+        stages.append(PipelineStage(part, index, number, torch.device("cpu"), group=group))
+    run = schedule(stages if is_interleaved else stages[0], 4, loss_fn=nn.functional.mse_loss)
+    optimizer, wanted = adam([p for part in parts.values() for p in part.parameters()]), adam(reference.parameters())
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        inputs, targets = (torch.randn(2 * ROWS, WIDTH, generator=generator) for _ in range(2))
+        mine = slice(data_rank * ROWS, (data_rank + 1) * ROWS)
+        losses: list[Tensor] = []
+        run.step(
+            *([inputs[mine]] if stage == 0 else []),
+            **({"target": targets[mine], "losses": losses} if stage == 1 else {}),
+        )
+        loss = nn.functional.mse_loss(reference(inputs), targets)
+        loss.backward()
+        if stage == 1:
+            total = torch.stack(losses).mean()
+            dist.all_reduce(total, group=mesh.get_group("dp"))
+            torch.testing.assert_close(total / 2, loss.detach())
+        for each in (optimizer, wanted):
+            each.step()
+            each.zero_grad()
+    for index, part in parts.items():
+        for param, expected in zip(part.parameters(), reference[2 * index : 2 * index + 2].parameters(), strict=True):
+            torch.testing.assert_close(whole(param), expected.detach())
