@@ -13,7 +13,6 @@ from tests.conftest import RunRanks
 from tests.support.counting import OpCounts
 from tests.support.on_ranks import on_ranks, same_on_ranks
 
-RANKS = [1, 2, 3]
 SHARD = 500  # elements per rank
 
 

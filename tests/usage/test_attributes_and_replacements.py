@@ -1,7 +1,6 @@
 """Losses that units leave in attributes, modules that join after sharding, and modules that are called on their own."""
 
 import copy
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -10,17 +9,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
-from megatron_fsdp.engine.hooks import ForwardGraph
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.utils import (
-    find_megatron_fsdp,
     get_mcore_tensor_parallel_partition_dim,
     is_mcore_tensor_model_parallel,
     is_mcore_tensor_parallel_duplicated,
 )
 from tests.conftest import RunRanks
 from tests.support import api_net
-from tests.support.case import Run, Scenario, Setting, check_strategies
+from tests.support.case import Run, Scenario, Setting, check_strategies, each_half
 from tests.support.on_ranks import assert_equal_tensors, on_ranks, refusal
 from tests.support.zoo import FEATURES, Layer, Ordered, Penalised, SideLoss, vector_case
 
@@ -65,42 +62,9 @@ def train(run: Run) -> None:
     run.train(4)
 
 
-@pytest.mark.full(short=["Deep-odd"])
-@pytest.mark.parametrize("settings", [ALL[::2], ALL[1::2]], ids=["even", "odd"])
-@pytest.mark.parametrize("build", [Penalised, Deep])
-def test_losses_left_in_attributes_are_trained(
-    run_ranks: RunRanks, build: Callable[[], nn.Module], settings: tuple[Setting, ...]
-) -> None:
-    check_strategies(run_ranks, 2, Scenario(train, vector_case(build)), settings)
-
-
-def test_only_what_the_latest_forward_computed_counts() -> None:
-    unit, other = nn.Linear(1, 1), nn.Linear(1, 1)
-    unit.other, unit.old = other, unit(torch.ones(1))
-    side = ForwardGraph(unit, {id(other)})
-    side.begin()
-    unit.loss, unit.plain = unit(torch.ones(1)), torch.ones(1)
-    unit.pair = {"a": unit.loss + 1.0}
-    other.loss = unit.loss + 2.0
-    found, _ = side.end()
-    assert [id(tensor) for tensor in found] == [id(unit.loss), id(unit.pair["a"])]
-    assert side.end() == ([], False)
-
-
-def test_attributes_that_held_nothing_before_are_looked_at_again() -> None:
-    unit = nn.Linear(1, 1)
-    unit.first, unit.loss = 1, None
-    side = ForwardGraph(unit, ())
-    for _ in range(2):
-        side.begin()
-        assert side.end() == ([], False)
-    side.begin()
-    unit.loss = unit(torch.ones(1))
-    assert [id(tensor) for tensor in side.end()[0]] == [id(unit.loss)]
-    side.begin()
-    del unit.first, unit.loss
-    unit.second, unit.third = 2, unit(torch.ones(1))  # as many as before
-    assert [id(tensor) for tensor in side.end()[0]] == [id(unit.third)]
+@each_half(ALL)
+def test_losses_left_in_attributes_are_trained(run_ranks: RunRanks, settings: tuple[Setting, ...]) -> None:
+    check_strategies(run_ranks, 2, Scenario(train, vector_case(Deep)), settings)
 
 
 # ---- modules that come later ----------------------------------------------------------------------------------------
@@ -221,26 +185,9 @@ def test_tensor_parallel_marks_are_read(marks: dict[str, object], dim: int | Non
     assert is_mcore_tensor_parallel_duplicated(param) != split
 
 
-class Box(nn.Module):
-    """A wrapper of a client."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
 def _model() -> MegatronFSDP:
     torch.manual_seed(0)
     return fully_shard_model(Ordered(), fsdp_unit_modules=[Layer])
-
-
-@on_ranks(2)
-def test_the_wrapper_is_found_inside_others() -> None:
-    model = _model()
-    assert find_megatron_fsdp(model) is model
-    assert find_megatron_fsdp(Box(Box(model))) is model
-    assert find_megatron_fsdp(Box(nn.Linear(1, 1))) is None
-    assert find_megatron_fsdp(None) is None
 
 
 @on_ranks(2)

@@ -4,16 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.case import Run, Scenario, Setting, Tolerance, check_strategies, three_steps
-from tests.support.on_ranks import assert_equal_tensors, on_ranks
-from tests.support.zoo import FEATURES, Layer, Ordered, Recomputed, Where, make_batch, vector_case, vector_loss
+from tests.support.on_ranks import on_ranks
+from tests.support.zoo import Layer, Ordered, Recomputed, Where, make_batch, vector_case, vector_loss
 
 ALL = tuple(Setting(strategy) for strategy in range(4))
 SHARDED = (Setting(3), Setting(2))
@@ -69,40 +67,6 @@ class NestedCheckpoints(Ordered):
 
 def test_checkpoints_inside_checkpoints_with_keywords(run_ranks: RunRanks) -> None:
     check_strategies(run_ranks, 2, Scenario(three_steps, vector_case(NestedCheckpoints)), SHARDED)
-
-
-class Dropped(Layer):
-    """A unit with dropout."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(super().forward(x), 0.5, self.training)
-
-
-class DroppedAndRecomputed(Recomputed):
-    """Units with dropout, recomputed or not."""
-
-    def __init__(self, where: Where, reentrant: bool, recompute: bool) -> None:
-        super().__init__(where, reentrant)
-        self.layers = nn.ModuleList(Dropped() for _ in range(4))
-        self.recompute = recompute
-
-    def middle(self, x: Tensor) -> Tensor:
-        return super().middle(x) if self.recompute else self.piece(x, 0, 4)
-
-
-@pytest.mark.parametrize(("where", "reentrant"), [("units", False), ("pairs", True)])
-@on_ranks(2)
-def test_recomputed_dropout_drops_the_same(where: Where, reentrant: bool) -> None:
-    found = []
-    for recompute in (True, False):
-        torch.manual_seed(0)
-        model = fully_shard_model(DroppedAndRecomputed(where, reentrant, recompute), fsdp_unit_modules=[Layer])
-        torch.manual_seed(10 + dist.get_rank())
-        for _ in range(2):
-            model(torch.ones(3, FEATURES)).square().sum().backward()
-        found.append({name: grad for name, grad in model.full_gradients().items() if grad is not None})
-    assert len(found[0]) == 20
-    assert_equal_tensors(*found)
 
 
 GATHERS: dict[Where | None, int] = {

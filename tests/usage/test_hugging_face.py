@@ -82,7 +82,7 @@ CASES = {"llama": _case(build_llama, 0), "gpt2, tied": _case(build_gpt2, 1)}
 @pytest.mark.full(short=["gpt2, tied-2"])
 @pytest.mark.parametrize(("name", "num_ranks"), [("llama", 1), ("gpt2, tied", 2)])
 def test_models_train_as_on_one_process(run_ranks: RunRanks, name: str, num_ranks: int) -> None:
-    check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, CASES[name]), ALL, CLOSE)
+    check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, CASES[name]), ALL[::3], CLOSE)
 
 
 @pytest.mark.full(short=["not reentrant"])
@@ -99,34 +99,6 @@ def test_adapters_on_a_frozen_base_train_as_on_one_process(run_ranks: RunRanks) 
     pytest.importorskip("peft")
     case = _case(partial(build_llama, adapters=True), 0)
     check_strategies(run_ranks, 2, Scenario(train_and_evaluate, case), SHARDED, CLOSE)
-
-
-@pytest.mark.full(short=["3"])
-@pytest.mark.parametrize("strategy", [1, 3])
-@on_ranks(2)
-def test_a_frozen_base_is_never_reduced_and_stays_as_it_is(strategy: int) -> None:
-    pytest.importorskip("peft")
-    with fixed_seed(0):
-        wrapped = fully_shard_model(build_llama(adapters=True), fsdp_unit_modules=[UNITS[0]], zero_dp_strategy=strategy)
-    frozen = {name for name, param in wrapped.named_parameters() if not param.requires_grad}
-    base = {k: v.clone() for k, v in wrapped.full_parameters().items() if f"module.{k}" in frozen}
-    optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=0.1)
-    traffic = wrapped.traffic()
-    batch = make_batch(4, torch.Generator().manual_seed(dist.get_rank()))
-    loss_of(wrapped, batch).backward()
-    reduced = wrapped.traffic().since(traffic).reduce_bytes
-    expected = sum(g.plan.layout.numel * 4 // 2 for g in wrapped.parameter_groups() if g.gradients is not None)
-    optimizer.step()
-    wrapped.install_optimized_model_weights()
-    loss_of(wrapped, batch)
-    after = wrapped.full_parameters()
-    with_gradient = {name for name, param in wrapped.named_parameters() if param.grad is not None}
-    same = all(torch.equal(value, after[name]) for name, value in base.items())
-    base_is_unchanged = same and len(base) > 30
-    owners = {name.split(".")[-3] for name in with_gradient}
-    assert reduced == expected
-    assert base_is_unchanged
-    assert owners == {"lora_A", "lora_B"}
 
 
 # ---- generation ----------------------------------------------------------------------------------------------------

@@ -1,19 +1,15 @@
 """Ranks without data for a unit, or without a batch at all, take part; training equals one process."""
 
-import copy
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import fully_shard_model
-from megatron_fsdp.engine.hooks import UnitCall, unit_calls
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.on_ranks import on_ranks
-from tests.support.zoo import FEATURES, Experts, Layer, Nested, Ordered, let_take_part, vector_case
+from tests.support.zoo import Experts, Layer, Nested, Ordered, let_take_part, vector_case
 
 ALL = tuple(Setting(strategy) for strategy in range(4))
 EXPERTS = vector_case(Experts)
@@ -64,8 +60,7 @@ def _ordered() -> Ordered:
 
 
 @pytest.mark.full(short=["Nested-2"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("build", [_ordered, Nested])
+@pytest.mark.parametrize(("build", "num_ranks"), [(_ordered, 4), (Nested, 2)])
 def test_a_rank_without_a_batch_counts_as_zeros(run_ranks: RunRanks, num_ranks: int, build: type[nn.Module]) -> None:
     settings = ALL if build is _ordered else ALL[:3]  # the helper of Nested is used twice, which no registration tells
     check_strategies(run_ranks, num_ranks, Scenario(last_rank_runs_dry, vector_case(build)), settings)
@@ -109,32 +104,9 @@ def test_frozen_units_that_some_ranks_skip(run_ranks: RunRanks) -> None:
 
 
 @on_ranks(2)
-def test_evaluation_goes_on_while_any_rank_has_batches() -> None:
-    """Rank 1 has fewer batches; every rank asks whether any has one left."""
-    torch.manual_seed(0)
-    plain = Ordered()
-    model = fully_shard_model(copy.deepcopy(plain), fsdp_unit_modules=[Layer])
-    batches = [torch.randn(2, FEATURES) for _ in range(3)]
-    mine = batches if dist.get_rank() == 0 else batches[:1]
-    with torch.no_grad():
-        for index in range(len(batches)):
-            if index < len(mine):
-                assert torch.allclose(model(mine[index]), plain(mine[index]), atol=1e-6)
-            else:
-                assert not model.take_part().requires_grad
-
-
-@on_ranks(2)
 def test_foreign_modules_and_tensors_without_gradient_are_refused() -> None:
     model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer])
     with pytest.raises(ConfigurationError, match="a Linear that is not part of the sharded model"):
         model.take_part(nn.Linear(1, 1))
     with pytest.raises((ConfigurationError, ScheduleError), match=r"a tensor of torch\.int64, which carries no"):
         model.take_part(model.module.layers[0], torch.ones(2, dtype=torch.int64))
-
-
-def test_the_units_of_a_module_are_found_inside_each_other() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1))
-    place_of = {id(model): (0, 0), id(model[0]): (1, 0), id(model[0][1]): (2, 1), id(model[1]): (3, 0)}
-    assert unit_calls(model, place_of) == (UnitCall(0, 0, (UnitCall(1, 0, (UnitCall(2, 1),)), UnitCall(3, 0))),)
-    assert unit_calls(model[0][0], place_of) == ()
