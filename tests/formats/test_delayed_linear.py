@@ -212,7 +212,7 @@ PLAYS: dict[str, tuple[Play, int, Tensor | None]] = {
 
 @on_ranks(2)
 def test_bits_are_those_of_gradients_at_once() -> None:
-    for strategy in (None, "optim_grads_params"):
+    for strategy in (None, "optim", "optim_grads_params"):
         for name, (play, count, tensor) in PLAYS.items():
             dtype = torch.float32 if tensor is None else tensor.dtype
             events = compare(lambda dtype=dtype: build(dtype), play, tensor, strategy)  # type: ignore[misc]

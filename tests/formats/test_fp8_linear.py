@@ -408,6 +408,25 @@ def test_transposed_codes_are_kept_while_weights_are_gathered(
     assert run_ranks(ranks, transposed_bytes, keeps) == [[each * 32 * 48 for each in in_units]] * ranks
 
 
+@on_ranks(2)
+def test_codes_are_sharded_gathered_and_described() -> None:
+    model, _ = wrap(Job())
+    before = model.traffic()
+    CASE.loss(model, batch(0, 0, 0, 1))
+    sent = model.traffic().since(before).gather_bytes
+    groups = [group for group in model.parameter_groups() if group.plan.stays_encoded]
+    assert sum(group.plan.layout.payload_numel for group in groups) == sum(
+        each.weight.numel() for each in build(Job()).modules() if isinstance(each, nn.Linear)
+    )
+    for group in groups:
+        assert group.plan.gathered_bytes == group.plan.layout.numel == 2 * group.weights.compute.local.nbytes
+        assert not any(weight.held.codes.data_ptr() % 16 for weight in group.full)  # else GPUs cannot multiply them
+    assert sent == sum(group.plan.sent_bytes // 2 for group in model.parameter_groups() if group.plan.needs_all_gather)
+    told = str(model.describe())
+    assert "gather fp8_compute" in told
+    assert "note: fp8_compute: 19 weights (first: head.weight) are multiplied in float64" in told
+
+
 # ---- checkpoints, other uses, bad input ------------------------------------------------------------------------------
 
 

@@ -250,6 +250,22 @@ def test_codes_travel_and_stay_gathered() -> None:
     assert torch.equal(saved.full_tensor(), build(None)[0].weight)
 
 
+@on_ranks(2)
+def test_several_tensors_travel_row_by_row_in_the_bytes_that_they_have() -> None:
+    model = build(BlockGather)
+    model, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[nn.Linear])
+    before = model.traffic()
+    model(batch(0)[0])
+    sent = model.traffic().since(before).gather_bytes
+    plans = [group.plan for group in model.parameter_groups()]
+    of_extensions = [plan.gathered_bytes for plan in plans if plan.stays_encoded]
+    assert of_extensions == [
+        plan.layout.numel * (columns + -(-columns // 4)) // columns
+        for plan, columns in zip([plan for plan in plans if plan.stays_encoded], (6, 10, 7), strict=True)
+    ]
+    assert sent == sum(plan.sent_bytes // 2 for plan in plans)
+
+
 @on_ranks(4)
 def test_tensor_extensions_beside_other_parallelism_are_refused_by_name() -> None:
     for arguments, words in (
