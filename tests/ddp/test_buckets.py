@@ -146,36 +146,6 @@ def text(operations: Iterable[Operation]) -> str:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def test_weights_are_gathered_as_the_mode_says() -> None:
-    scheduler = make(GatherMode.AT_ONCE)
-    assert (
-        text(scheduler.forward_opens()) == "unshard0 unshard1 unshard2 unshard3 unshard4 wait0 wait1 wait2 wait3 wait4"
-    )
-    assert text(scheduler.weights_read({2, 3})) == ""
-    assert text(scheduler.everything()) == ""
-    scheduler = make(GatherMode.TOGETHER)
-    assert text(scheduler.forward_opens()) == "unshard0 unshard1 unshard2 unshard3 unshard4"
-    assert [text(scheduler.weights_read(read)) for read in ({2, 1}, {2, 4})] == ["wait1 wait2", "wait4"]
-    scheduler = make(GatherMode.IN_TURN)
-    assert text(scheduler.forward_opens()) == "unshard0 unshard1"
-    found = [text(scheduler.weights_read(read)) for read in ({1}, {1}, {2}, {3, 4})]
-    assert found == ["unshard2 wait1", "", "unshard3 wait2", "unshard4 wait3 wait4"]
-
-
-def test_weights_that_changed_are_gathered_again_and_whole_ones_never() -> None:
-    scheduler = make(GatherMode.IN_TURN)
-    scheduler.forward_opens()
-    for bucket in range(1, BUCKETS + 1):
-        scheduler.weights_read({bucket})
-    assert text(scheduler.forward_opens()) == ""
-    assert text(scheduler.weights_changed()) == "wait0 reshard0 reshard1 reshard2 reshard3 reshard4"
-    assert text(scheduler.forward_opens()) == "unshard0 unshard1"
-    for mode in GatherMode:
-        scheduler = make(mode, gathers=False)
-        assert not [*scheduler.forward_opens(), *scheduler.weights_read({1, 4})]
-        assert not scheduler.everything()
-
-
 @given(st.sampled_from(GatherMode), st.lists(st.sets(st.integers(0, BUCKETS)), max_size=8))
 def test_whatever_is_read_gathers_run_in_one_order_and_before_they_are_needed(
     mode: GatherMode, reads: list[set[int]]
@@ -212,20 +182,6 @@ def backward(scheduler: BucketScheduler, *arrivals: tuple[int, int]) -> list[str
 
 IN_ORDER = ((4, 0), (3, 0), (2, 1), (2, 0), (1, 0))
 AT_THE_END = "reduce4 reduce3 reduce2 reduce1 finalise"
-
-
-def test_the_first_backward_reduces_at_its_end_and_the_next_as_soon_as_a_bucket_is_complete() -> None:
-    scheduler = make()
-    assert backward(scheduler, *IN_ORDER)[-1] == AT_THE_END
-    for _ in range(2):
-        assert backward(scheduler, *IN_ORDER)[1:] == ["reduce4", "reduce3", "", "reduce2", "reduce1", "finalise"]
-    scheduler = make(early=False)
-    for _ in range(3):
-        assert backward(scheduler, *IN_ORDER) == ["", "", "", "", "", "", AT_THE_END]
-    scheduler = make(counts=(0, 1, 0, 1))
-    for _ in range(2):
-        found = backward(scheduler, (3, 0), (1, 0))
-        assert " ".join(filter(None, found)) == "reduce3 reduce1 finalise"
 
 
 def test_a_bucket_waits_for_its_gradients_and_for_buckets_behind_it() -> None:

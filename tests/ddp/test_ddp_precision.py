@@ -80,54 +80,6 @@ def test_patterns_accumulate_matching_gradients_in_float32(way: Fields) -> None:
     assert set(dtypes.values()) == {torch.float32}
 
 
-def train(wrapped: DistributedDataParallel, lr: float, steps: int) -> None:
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=lr)
-    for _ in range(steps):
-        wrapped(torch.ones(1, FEATURES, dtype=torch.bfloat16)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@on_ranks(2)
-def test_dtypes_decide_what_is_sent() -> None:
-    """Bytes gathered and reduced in one steady step."""
-    numel = 2 * FEATURES * FEATURES
-    shards = WAYS[1]
-    expected: list[tuple[Fields, tuple[int, int]]] = [
-        (shards, (numel, numel)),  # 2 bytes, of which the other rank gets half
-        ({**shards, "grad_reduce_in_fp32": True}, (numel, 2 * numel)),
-        ({**shards, "megatron_fsdp_main_grads_dtype": "fp32"}, (numel, 2 * numel)),
-        ({**shards, "megatron_fsdp_main_grads_dtype": "fp32", "megatron_fsdp_grad_comm_dtype": "bf16"}, (numel, numel)),
-        ({**shards, PATTERNS: ("all",)}, (numel, numel)),
-        ({"grad_reduce_in_fp32": True}, (0, 4 * numel)),
-        ({}, (0, 2 * numel)),
-    ]
-    for fields, wanted in expected:
-        wrapped = wrap(fields, pair())
-        train(wrapped, 0.1, 1)
-        before = wrapped.traffic()
-        train(wrapped, 0.1, 1)
-        sent = wrapped.traffic().since(before)
-        assert (sent.gather_bytes, sent.reduce_bytes) == wanted, fields
-
-
-# ---- main weights ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full(short=["way1"])
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(2)
-def test_main_weights_in_float32_are_the_default_and_keep_small_updates(way: Fields) -> None:
-    """Weights of 1 after 64 updates of 2**-10."""
-    for fields, expected in ((way, 1 - 64 / 1024), ({**way, "megatron_fsdp_main_params_dtype": None}, 1.0)):
-        model = nn.Linear(FEATURES, FEATURES, bias=False).bfloat16()
-        nn.init.ones_(model.weight)
-        wrapped = wrap(fields, model)
-        train(wrapped, 2.0**-10, 64)
-        with torch.no_grad():
-            assert wrapped(torch.ones(1, FEATURES, dtype=torch.bfloat16))[0, 0] == FEATURES * expected
-
-
 # ---- factors ---------------------------------------------------------------------------------------------------------
 
 
@@ -142,21 +94,3 @@ def test_division_before_the_sum_keeps_it_in_range(way: Fields) -> None:
         (grad,) = wrapped.full_gradients().values()
         assert grad is not None
         assert bool(grad.isfinite().all()) is is_finite
-
-
-@on_ranks(4)
-def test_low_precision_values_are_added_in_float32() -> None:
-    """1 + 3 * 2**-8 = 1.01171875, whose neighbours in bfloat16 are 1.0078125 and 1.015625."""
-    config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        megatron_fsdp_main_grads_dtype="fp32",
-        megatron_fsdp_grad_comm_dtype="bf16",
-        reduce_scatter_with_fp32_accumulation=True,
-    )
-    model = nn.Linear(1, 4, bias=False).bfloat16()
-    wrapped = DistributedDataParallel(config, model, calculate_per_token_loss=True)
-    value = 1.0 if torch.distributed.get_rank() == 0 else 2.0**-8
-    wrapped(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
-    (grad,) = wrapped.full_gradients().values()
-    assert grad is not None
-    assert [float(found) for found in grad.flatten()] == [1 + 3 * 2.0**-8] * 4

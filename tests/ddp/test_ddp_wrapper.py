@@ -13,7 +13,7 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan.simulate import simulated_ranks
 from tests.support.arrangements import mesh_of
 from tests.support.on_ranks import on_ranks, refusal
-from tests.support.zoo import FLOOR_NUMEL, ROOT_NUMEL, TOWER_FEATURES, Floor, Ordered, Tower, tower_loss
+from tests.support.zoo import FLOOR_NUMEL, ROOT_NUMEL, TOWER_FEATURES, Ordered, Tower, tower_loss
 
 Fields = dict[str, Any]
 
@@ -72,36 +72,6 @@ def bucketed(config: DistributedDataParallelConfig, steps: int = 0, **arguments:
         for _ in range(steps):
             tower_loss(model, torch.zeros(2, TOWER_FEATURES)).backward()
         return model.describe()
-
-
-SHARDED = {"use_distributed_optimizer": True}
-CHANGED: dict[str, Any] = {
-    **dict.fromkeys(["use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"], True),
-    **dict.fromkeys(["pad_buckets_for_high_nccl_busbw", "check_for_large_grads", "check_for_nan_in_grad"], True),
-    **dict.fromkeys(["grad_reduce_in_fp32", "delay_wgrad_compute", "use_megatron_fsdp"], True),
-    "bucket_size": 2000,
-    "num_buckets": 3,
-    "gradient_reduce_div_fusion": False,
-    "num_distributed_optimizer_instances": 2,
-    "param_name_patterns_for_fp32_local_accumulation": ("all",),
-    "data_parallel_sharding_strategy": "optim",
-}
-NEEDS: dict[str, dict[str, Any]] = {
-    "overlap_param_gather": {**SHARDED, "overlap_grad_reduce": True},
-    "pad_buckets_for_high_nccl_busbw": SHARDED,
-    "num_distributed_optimizer_instances": SHARDED,
-    "delay_wgrad_compute": {"overlap_grad_reduce": True},
-    "use_megatron_fsdp": {"data_parallel_sharding_strategy": "optim_grads_params"},
-    "data_parallel_sharding_strategy": {"use_megatron_fsdp": True},
-}
-
-
-@pytest.mark.full(short=["bucket_size", "use_distributed_optimizer", "use_megatron_fsdp"])
-@pytest.mark.parametrize("name", CHANGED)
-def test_changed_fields_of_the_configuration_are_told(name: str) -> None:
-    fields = {name: CHANGED[name], **NEEDS.get(name, {})}
-    arguments = {"fsdp_unit_modules": [Floor]} if "use_megatron_fsdp" in fields else {}
-    assert name in bucketed(DistributedDataParallelConfig(**fields), **arguments).options
 
 
 def test_a_bucketed_model_is_described_without_fields_at_their_defaults() -> None:

@@ -76,7 +76,7 @@ def one_process(steps: int) -> tuple[dict[str, Tensor], list[float]]:
 
 
 @pytest.mark.full(short=["2"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 @on_ranks()
 def test_a_step_syncs_clips_and_updates_as_one_process_does() -> None:
     expected, norms = one_process(3)
@@ -102,18 +102,7 @@ def test_a_step_syncs_clips_and_updates_as_one_process_does() -> None:
 
 
 @on_ranks(2)
-def test_accumulated_gradients_and_closures() -> None:
-    model, reference = buckets(use_distributed_optimizer=True), build()
-    optimizer, expected = DistributedOptimizer(adamw(model), model), adamw(reference)
-    with model.no_sync():
-        backward(model, next(batches(1)))
-        backward(model, next(batches(1, first=1)))
-    for batch in batches(2):
-        backward(reference, batch)
-    optimizer.step()
-    expected.step()
-    assert optimizer.grad_norm is None
-    assert largest_difference(weights(model), weights(reference)) <= 5 * TOLERANCE
+def test_a_closure_is_run_and_its_loss_returned() -> None:
     runs = []
     for uses_closure in (True, False):
         wrapped = units(3)

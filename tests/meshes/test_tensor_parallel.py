@@ -39,7 +39,6 @@ from tests.support.on_ranks import assert_equal_tensors, engine_of, fixed_seed, 
 from tests.support.zoo import DENSE, Block, ModelCase, build_dense, make_vector_batch, vector_loss
 
 PLANS: tuple[Divide, ...] = (divide_tensors, divide_tensors_and_sequences)
-each_plan = pytest.mark.parametrize("divide", PLANS)
 
 
 # ---- parity ----------------------------------------------------------------------------------------------------------
@@ -57,20 +56,12 @@ def accumulate(run: Run) -> None:
     run.train(4)
 
 
-@pytest.mark.full(short=["divide_tensors_and_sequences-2"])
-@pytest.mark.parametrize("inner", [0, 2])
-@each_plan
-def test_every_strategy_equals_one_process(run_ranks: RunRanks, divide: Divide, inner: int) -> None:
-    setting = Setting(inner, one_call=inner % 2 == 0, arrangement=tensor_parallel(divide))
-    check_strategies(run_ranks, 4, Scenario(two_steps, DENSE, adamw_above_noise), [setting])
-
-
-@pytest.mark.full(short=["divide_tensors-3"])
-@pytest.mark.parametrize("inner", [1, 3])
-@each_plan
-def test_accumulation_equals_one_process(run_ranks: RunRanks, divide: Divide, inner: int) -> None:
-    setting = Setting(inner, one_call=inner > 1, arrangement=tensor_parallel(divide))
-    check_strategies(run_ranks, 4, Scenario(accumulate, DENSE), [setting])
+@pytest.mark.full(short=["2", "3"])
+@pytest.mark.parametrize("inner", range(4))
+def test_every_strategy_equals_one_process(run_ranks: RunRanks, inner: int) -> None:
+    setting = Setting(inner, one_call=inner % 2 == 0, arrangement=tensor_parallel(PLANS[inner // 2]))
+    scenario = Scenario(accumulate, DENSE) if inner % 2 else Scenario(two_steps, DENSE, adamw_above_noise)
+    check_strategies(run_ranks, 4, scenario, [setting])
 
 
 @pytest.mark.full(short=["2-pairs0"])
