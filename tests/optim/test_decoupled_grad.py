@@ -18,7 +18,6 @@ from tests.support import api_net
 from tests.support.api_net import backward, batches, build, largest_difference, mesh, weights
 from tests.support.on_ranks import on_ranks, refusal
 
-STRATEGIES = [0, 1, 2, 3]
 BF16_GRADS = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.bfloat16)
 LR = 0.1
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_optimizer
+from megatron_fsdp import MegatronFSDP, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
-from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, wrap
+from tests.support.api_net import backward, batches, build, largest_difference, train, wrap
 from tests.support.api_net import weights as whole_weights
 from tests.support.on_ranks import of_ranks, on_ranks
 
@@ -147,24 +147,6 @@ def test_a_closure_sees_weights_that_moved_inside_the_step(strategy: int) -> Non
             optimizer.step(closure)
         runs.append(whole_weights(model))
     assert largest_difference(*runs) <= 5 * TOLERANCE
-
-
-# ---- schedulers and copies -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("strategy", "scheduler_first"), [(1, True), (3, False)])
-@on_ranks(2)
-def test_learning_rate_schedulers_work_without_a_warning(strategy: int, scheduler_first: bool) -> None:
-    def schedule(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-
-    model, reference = build(), build()
-    optimizer, expected = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, reference))
-    train(reference, expected, 4, schedule=schedule(expected))
-    scheduler = schedule(optimizer) if scheduler_first else None
-    wrapped, _ = fully_shard(model, optimizer, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
-    assert train(wrapped, optimizer, 4, schedule=scheduler or schedule(optimizer)) == [0.1, 0.1, 0.05, 0.05]
-    assert largest_difference(whole_weights(wrapped), whole_weights(reference)) <= TOLERANCE
 
 
 # ---- connected once, and to a model that lives -----------------------------------------------------------------------
