@@ -4,7 +4,7 @@ Silent wrong results:
 
     1  Adam state made by a fake step       optim/test_optimizer.py  test_groups_keep_order_and_options_...
     2  stale weights without overlap        below
-    3  mapping outputs, unused last module  below
+    3  mapping outputs, unused last module  usage/test_hugging_face.py; engine/test_parity.py, model "unused"
     4  optimizer built after a forward      optim/test_optimizer.py  test_an_optimizer_may_be_built_after_a_forward
     5  parameter groups collapsed           optim/test_optimizer.py  test_groups_keep_order_and_options_...
     6  auto sync and accumulation           engine/test_parity_accumulation.py
@@ -19,10 +19,10 @@ Silent wrong results:
 Loud ones:
 
     average_in_collective                   engine/test_parity.py  test_averaging_in_the_collective_gives_the_same_mean
-    strategy 3 without units                below
+    strategy 3 without units                engine/test_deterministic.py  test_ranks_have_the_bits_of_one_process
     a mesh without tp_dim                   every test that uses support/api_net.py
     clip_grad_norm_ on uneven shards        optim/test_parity_clipping.py
-    shapes that cannot be wrapped           below; padding: tools/test_tools.py
+    shapes that cannot be wrapped           engine/test_parity.py, model "odd_shapes"; padding: tools/test_tools.py
     main_grads_dtype=float64                engine/test_precision_emulation.py
     a class that matches no module          test_bad_input.py  class_that_matches_nothing
     the caller's config is changed          test_wrapper.py  test_the_class_syncs_only_when_told_and_...
@@ -33,7 +33,7 @@ Loud ones:
 
 import inspect
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -41,10 +41,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.conftest import RunRanks
-from tests.support.api_net import Layer, batches, build, largest_difference, mesh, own_part, train, weights
-from tests.support.on_ranks import fixed_seed, on_ranks
+from tests.support.api_net import Layer, batches, build, largest_difference, mesh, train, weights
+from tests.support.on_ranks import on_ranks
 
 TOLERANCE = 2e-6  # sums of 12 samples in another order, on weights of about 1
 
@@ -79,53 +79,6 @@ def test_without_overlap_every_rank_computes_with_the_weights_of_the_last_step(
     )
     train(model, optimizer, 4)
     assert largest_difference(weights(model), trained_alone(4)) <= TOLERANCE
-
-
-# ---- 3: gradients that never arrive --------------------------------------------------------------------------------
-
-
-class Result(NamedTuple):
-    """What the model below returns inside its dictionary."""
-
-    logits: Tensor
-    hidden: Tensor
-
-
-class Mapped(nn.Module):
-    """Returns a mapping, and registers last a module that forward never calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
-        self.head = nn.Linear(5, 3)
-        self.never_called = nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        for layer in self.layers:
-            x = layer(x)
-        return {"result": Result(self.head(x), x), "count": 2}
-
-
-def _mapped_backward(model: nn.Module, sharded: bool) -> None:
-    inputs, targets = (own_part(each) if sharded else each for each in next(batches(1)))
-    nn.functional.mse_loss(model(inputs)["result"].logits, targets).backward()
-
-
-@pytest.mark.parametrize("strategy", [0, 3])
-@on_ranks(2)
-def test_gradients_arrive_through_mappings_whatever_module_is_registered_last(strategy: int) -> None:
-    with fixed_seed(0):
-        alone = Mapped()
-    _mapped_backward(alone, sharded=False)
-    with fixed_seed(0):
-        model = fully_shard_model(Mapped(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
-    _mapped_backward(model, sharded=True)
-    found = {name: None if grad is None else grad.clone() for name, grad in model.full_gradients().items()}
-    for name, param in alone.named_parameters():
-        got = found[name]
-        assert (got is None) is (param.grad is None) is name.startswith("never_called")
-        if got is not None and param.grad is not None:
-            assert largest_difference({name: got}, {name: param.grad}) <= TOLERANCE
 
 
 # ---- 11: arguments that are dropped --------------------------------------------------------------------------------
@@ -179,40 +132,3 @@ def test_a_bare_load_reaches_the_weights_that_compute_uses(strategy: int, tmp_pa
     assert later != before
     assert loaded == before
     assert largest_difference(weights(model), saved) == 0.0
-
-
-# ---- strategy 3 without units; shapes that do not divide ------------------------------------------------------------
-
-
-class OddShapes(nn.Module):
-    """Parameters of 12, 10 and 8 elements whose rows no shard edge of two ranks respects by luck."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Parameter(torch.randn(shape)) for shape in ((1, 12), (2, 5), (2, 4)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.a.sum() + (x @ self.b.T @ self.c).sum(dim=1, keepdim=True)
-
-
-def _train_whole(model: nn.Module, optimizer: torch.optim.Optimizer, sharded: bool) -> None:
-    for inputs, _ in batches(2):
-        optimizer.zero_grad()
-        model(own_part(inputs) if sharded else inputs).square().mean().backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize(("strategy", "kind"), [(1, Layer), (3, OddShapes)])
-@on_ranks(2)
-def test_a_model_without_units_trains_whatever_its_shapes(kind: type[nn.Module], strategy: int) -> None:
-    """Weights after two steps of a model that is one unit alone, with the units left to be found."""
-    with fixed_seed(0):
-        alone = kind()
-    _train_whole(alone, torch.optim.SGD(alone.parameters(), lr=0.01), sharded=False)
-    with fixed_seed(0):
-        model = fully_shard_model(kind(), mesh(), zero_dp_strategy=strategy)
-    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-    _train_whole(model, optimizer, sharded=True)
-    found = weights(model)
-    scale = max(weight.abs().max().item() for weight in weights(alone).values())
-    assert largest_difference(found, weights(alone)) <= 2 * TOLERANCE * max(1.0, scale)

@@ -131,22 +131,6 @@ def test_gradients_are_synced_by_hand(strategy: int) -> None:
     check(0, 1)
 
 
-@pytest.mark.parametrize("strategy", [1, 3])
-@on_ranks(2)
-def test_gradients_are_zeroed_visible_or_not(strategy: int) -> None:
-    model = wrap(strategy)
-    run_batch(model, 0)
-    model.zero_grad_buffer()
-    assert visible(model) == 0
-    run_batch(model, 1)
-    assert largest_difference(gradients(model), summed_gradients([1])) <= TOLERANCE
-    with model.no_sync():
-        run_batch(model, 1)
-    model.zero_grad_buffer()
-    run_batch(model, 0)
-    assert largest_difference(gradients(model), summed_gradients([0])) <= TOLERANCE
-
-
 # ---- when gradients are synced ---------------------------------------------------------------------------------------
 
 
