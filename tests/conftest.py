@@ -92,11 +92,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     Models of tests are so small that all their units become one or two.
     """
-    is_parity = {"engine", "meshes", "usage", "ddp", "optim", "formats", "wrap", "state"} & set(item.path.parts)
-    if is_parity and item.get_closest_marker("unmerged") is None:
-        os.environ.pop("MFSDP_MESSAGE_BYTES", None)
-    else:
-        os.environ["MFSDP_MESSAGE_BYTES"] = "0"
+    folders = {"engine", "meshes", "usage", "ddp", "optim", "formats", "wrap", "state", "fsdp2"} & set(item.path.parts)
+    os.environ["MFSDP_MESSAGE_BYTES"] = "0"
+    if folders and item.get_closest_marker("unmerged") is None:
+        os.environ.pop("MFSDP_MESSAGE_BYTES")
+        if "fsdp2" in folders:  # whose models are so small that none would be
+            os.environ["MFSDP_MESSAGE_BYTES"] = str(2**20)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

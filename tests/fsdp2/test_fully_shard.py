@@ -224,6 +224,7 @@ def test_a_second_mesh_in_a_unit_is_that_of_torch() -> None:
     assert_same(*noted)
 
 
+@pytest.mark.unmerged
 @on_ranks(4)
 def test_a_hook_of_reduced_gradients_is_called_as_in_torch() -> None:
     noted, calls = [], []
@@ -386,6 +387,7 @@ class Wide(TinyTransformer):
     VOCABULARY = 150
 
 
+@pytest.mark.unmerged
 @pytest.mark.parametrize("case", ["plain", "accumulation"])
 @on_ranks(2)
 def test_a_large_embedding_and_head_are_units_of_the_root(case: str) -> None:

@@ -22,6 +22,7 @@ from megatron_fsdp.engine.memory_plan import outer_buffer_offsets, pack_bytes
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import SyncMode, SyncScope
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from megatron_fsdp.sharding.units import name_of_neighbours
 
 
 class Owner(NamedTuple):
@@ -127,7 +128,7 @@ class Unit:
             paths: The paths of its modules.
             path_of: The path of every module, by id.
         """
-        self.index, self.name = index, paths[0] if len(paths) == 1 else f"{paths[0]}..{paths[-1]}"
+        self.index, self.name = index, name_of_neighbours(paths)
         self.modules = dict(zip(paths, self.modules.values(), strict=True))
         for group, of_group in zip(self.groups, self.owners, strict=True):
             firsts = [(path_of[id(owners[0].module())], owners[0].attribute) for owners in of_group]
@@ -334,11 +335,13 @@ class Unit:
                 "when they are resharded; modify parameters between forwards instead"
             )
 
-    def to_sharded(self) -> None:
-        """Put the sharded parameters into the module tree."""
-        self.is_unsharded = False
-        while self._swapped:
-            for owner, held, attribute, _, param, is_plain in self._swaps[self._swapped.pop()]:
+    def to_sharded(self, module_index: int | None = None) -> None:
+        """Put the sharded parameters into all modules, or into the one at `module_index`."""
+        swapped = self._swapped if module_index is None else self._swapped & {module_index}
+        self._swapped = self._swapped - swapped
+        self.is_unsharded = self.is_unsharded and bool(self._swapped)
+        for index in swapped:
+            for owner, held, attribute, _, param, is_plain in self._swaps[index]:
                 if is_plain:
                     held[attribute] = param
                 else:

@@ -13,14 +13,15 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, warn_caller
-from megatron_fsdp.fsdp2.state import ShardState, set_state, state_of, with_factor
+from megatron_fsdp.fsdp2.state import ShardState, set_state, state_of
 from megatron_fsdp.wrap.shard_unit import AppliedInterfaces, refuse_torch
 
 
 class ShardedModule(FSDPModule):
     """A module sharded in place; its class is a subclass of this and of its former class.
 
-    Methods are those of torch's `FSDPModule`; what differs is said at each.
+    Methods are those of torch's `FSDPModule`; what differs is said at each. Small neighbours share a unit: see Note
+    [Small neighbours].
     """
 
     _orig_cls_mro_index = 3
@@ -57,7 +58,7 @@ class ShardedModule(FSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Free the module's own full parameters unless they are in use, and show the sharded ones."""
+        """Show the sharded parameters of the module, and free the full ones unless they or a neighbour's are in use."""
         self._get_fsdp_state().reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -67,13 +68,13 @@ class ShardedModule(FSDPModule):
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}; give True or False"
             )
         for state in self._states(recurse):
-            state.reshard_after_forward = reshard_after_forward
+            state.settings.reshard_after_forward = reshard_after_forward
             state.keep_gathered()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free full parameters after a backward, or keep them until the weights change or a slot is short."""
         for state in self._states(recurse):
-            state.reshard_after_backward = reshard_after_backward
+            state.settings.reshard_after_backward = reshard_after_backward
             state.keep_gathered()
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
@@ -92,13 +93,15 @@ class ShardedModule(FSDPModule):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients in the next backwards, or keep full sums."""
         for state in self._states(recurse):
-            state.mode.defer_all = not requires_gradient_sync
-            state.mode.auto_sync = True
+            state.settings.mode.defer_all = not requires_gradient_sync
+            state.settings.mode.auto_sync = True
+            state.apply_settings()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Reduce gradients over replicas in the next backwards, or within the shards' ranks only (HSDP)."""
         for state in self._states(recurse):
-            state.mode.auto_sync = requires_all_reduce or len(state.plans.mesh.axes) == 1
+            state.settings.mode.auto_sync = requires_all_reduce or len(state.plans.mesh.axes) == 1
+            state.apply_settings()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Ignore the hint: every backward waits for its own reductions before it returns."""
@@ -108,9 +111,8 @@ class ShardedModule(FSDPModule):
         if type(factor) not in (int, float) or not factor > 0:
             raise ConfigurationError(f"the gradient divide factor {factor!r} is no number above 0; give one")
         state = self._get_fsdp_state()
-        state.divisor = factor
-        for group in (group for unit in state.units for group in unit.groups):
-            group.change_sharding(lambda sharding: with_factor(sharding, factor))
+        state.settings.divisor = factor
+        state.apply_settings()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Call `set_gradient_divide_factor`, the present name of this method."""
@@ -120,7 +122,7 @@ class ShardedModule(FSDPModule):
         """Call a hook with this rank's flat part of the module's gradients, each time they are reduced over all ranks.
 
         It may change them in place, as by an all-reduce over other replicas. It runs on the stream of reductions, and
-        `stream` is ignored. Modules of several dtypes have several flat parts.
+        `stream` is ignored. Modules of several dtypes have several flat parts; small neighbours have one together.
 
         Raises:
             ConfigurationError: Parameters of the module have meshes of their own (a ValueError).
@@ -131,7 +133,8 @@ class ShardedModule(FSDPModule):
                 "set_all_reduce_hook of a module whose parameters have several meshes would not say which was reduced; "
                 "shard the parameters of each mesh by a call of their own"
             )
-        state.set_after_reduction(hook)
+        state.settings.after_reduction = hook
+        state.apply_settings()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Ignore the hint: collectives add up, and factors are multiplied apart, in any case."""
@@ -199,7 +202,7 @@ class ShardedModule(FSDPModule):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load as `nn.Module` does; after the first forward values are copied, also with `assign`."""
-        assign = assign and self._get_fsdp_state().unit is None
+        assign = assign and self._get_fsdp_state().shared is None
         return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
 
     def __deepcopy__(self, _memo: Any) -> NoReturn:
@@ -217,9 +220,9 @@ class _Unsharding(UnshardHandle):
         """Wait for the weights, and show the full parameters in the module."""
         if self._state is not None:
             engine = self._state.finished()
-            for unit in self._state.units:
+            for unit, module_index in self._state.places:
                 engine.executor.run(engine.scheduler.weights_requested(unit.index))
-                unit.to_unsharded()
+                unit.to_unsharded(module_index)
             self._state = None
 
 

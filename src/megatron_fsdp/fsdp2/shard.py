@@ -30,7 +30,7 @@ from megatron_fsdp.formats.quantized import take_quantized_apart
 from megatron_fsdp.formats.tensor_extensions import tensor_extension_of
 from megatron_fsdp.fsdp2.even import EvenParameter, even_shard
 from megatron_fsdp.fsdp2.module import become_sharded
-from megatron_fsdp.fsdp2.state import MeshPlans, ShardState, finish_models_of, state_of
+from megatron_fsdp.fsdp2.state import MeshPlans, ShardState, cut_into_buffers, finish_models_of, state_of
 from megatron_fsdp.optim.optimizer import facts_of
 from megatron_fsdp.optim.step import mark_replaced, replaced_name
 from megatron_fsdp.sharding.placement import placements_for
@@ -78,7 +78,8 @@ def fully_shard(
 
     Call it for inner modules first: a call takes the parameters that no earlier call has taken. Until the first
     forward parameters are stock DTensors with torch's even cut, on the meta device, too; then, unit by unit, they are
-    cut again into the engine's flat buffers, and stay the same objects.
+    cut again into the engine's flat buffers, and stay the same objects. Small neighbours that were called and set alike
+    become one unit.
 
     Args:
         module: A module, or a list of modules that are gathered together. Its class becomes a subclass that is torch's
@@ -168,7 +169,7 @@ def fully_shard(
             inner.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)  # for dynamo
         become_sharded(each, state)
     if not rests:
-        state.shard()
+        cut_into_buffers([state])
     return module
 
 

@@ -27,7 +27,13 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.agreement import all_agree
 from megatron_fsdp.comm.axis import Traffic
-from megatron_fsdp.config.engine_options import EngineOptions, MemoryOptions, WeightAllocator, resolve_skip_order
+from megatron_fsdp.config.engine_options import (
+    MESSAGE_VARIABLE,
+    EngineOptions,
+    WeightAllocator,
+    default_memory_options,
+    resolve_skip_order,
+)
 from megatron_fsdp.config.switches import resolve_verify_ranks
 from megatron_fsdp.dtensor.expert_names import described
 from megatron_fsdp.dtensor.tensor import swap_tensors
@@ -38,10 +44,11 @@ from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Owner, Unit, joined_late
 from megatron_fsdp.errors import ConfigurationError, DoorWords, ScheduleError, warn_caller
 from megatron_fsdp.fsdp2.even import EvenParameter
+from megatron_fsdp.fsdp2.shared_units import Settings, SharedUnits, check_before_passes, with_factor
 from megatron_fsdp.optim.optimizer import watched_engines
 from megatron_fsdp.optim.state_dict import cut_state
 from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all, rank_mesh_of
-from megatron_fsdp.sharding.units import ends_of_vocabulary
+from megatron_fsdp.sharding.units import ends_of_vocabulary, message_bytes, name_of_neighbours, small_neighbours
 from megatron_fsdp.wrap.in_place import WITHOUT_JOIN, KnownPlans, finish_in_place, shard_in_place
 
 _END_REMEDY = (
@@ -116,13 +123,10 @@ class ShardState:
         # meshes.
         self.plans, *self.other_plans = plans
         self.sharding = sharding
-        self.reshard_after_forward, self.reshard_after_backward = reshard_after_forward, True
-        self.mode = SyncMode()
+        self.settings = Settings(reshard_after_forward)
         self.ranks_may_skip_units: bool | Sequence[nn.Module] = False
-        self._after_reduction: Callable[[torch.Tensor], None] | None = None
-        self.divisor: float | None = None  # of the sum of gradients over all ranks; None: their number
-        self.unit: Unit | None = None  # once it is cut into buffers
-        self.ends: tuple[Unit, ...] = ()  # large ends of the root, which are gathered and reduced by themselves
+        self.shared: SharedUnits | None = None  # once the parameters are cut into buffers
+        self._first = 0  # position of the call's modules among those of its unit
         self.is_finished = False  # from the first forward of its tree on
         self.number = next(_NUMBERS)
         self._ignored = list(ignored)
@@ -153,7 +157,7 @@ class ShardState:
     @property
     def engine(self) -> Engine | None:
         """The engine; None before the first forward."""
-        return None if self.unit is None else self.unit.engine
+        return None if self.shared is None else self.shared.engine
 
     @property
     def is_root(self) -> bool:
@@ -186,6 +190,12 @@ class ShardState:
             for path, state in self._named_states():
                 facts |= state._facts(path or "the root")
             self._check_structure(states)
+            memory = replace(default_memory_options(), allocator=WeightAllocator.RESIZE)
+            runs = self._runs(memory.message_bytes)
+            facts[MESSAGE_VARIABLE] = str(memory.message_bytes)
+            for run in runs:
+                paths = [path for path, _ in run]
+                facts |= {f"the unit of {path or 'the root'}": name_of_neighbours(paths) for path in paths}
             if any(state.ranks_may_skip_units for state in states if state is not self):
                 raise ConfigurationError("ranks_may_skip_units was given for an inner module; give it for the root")
             meta = [each.name for state in states for each in state.params if each.held.is_meta]
@@ -194,24 +204,27 @@ class ShardState:
                     f"{len(meta)} parameters are on the meta device (such as {meta[0]}); give them values before the "
                     "first forward: model.to_empty(device=...) and an initialisation, or a checkpoint"
                 )
-        for state in reversed(states):  # inner ones first
-            state.shard()
+        shared = [cut_into_buffers([state for _, state in run]) for run in reversed(runs)]  # inner ones first
         options = EngineOptions(
-            memory=MemoryOptions(allocator=WeightAllocator.RESIZE),
+            memory=memory,
             offload=self.sharding.options.offload,
             # As in torch, what no rank has used has no gradient, instead of zeros by which momentum would move it.
             find_unused_parameters=True,
             verify_ranks_s=resolve_verify_ranks(None),
             skip_order=resolve_skip_order(self.ranks_may_skip_units, self.modules[0]),
         )
-        engine = finish_in_place(self.modules, options, SyncMode(), _WORDS)
+        merged = [each for each in shared if len(each.settings) > 1]
+        source = f"one call per unit{', small neighbours merged' if merged else ''}"
+        engine = finish_in_place(self.modules, options, SyncMode(), _WORDS, source=source)
         if vars(fsdp)["fully_shard"] is not torch_fully_shard:
             engine.config_notes = (INSTALLED,)
+        for each in shared:
+            each.keep_gathered()
+            for end in each.units[1:]:
+                end.set_error_owner(_END_REMEDY)
+        check_before_passes(engine, merged)
         for state in states:
             state.is_finished = True
-            state.keep_gathered()
-            for unit in state.ends:
-                unit.set_error_owner(_END_REMEDY)
             for handle in state._first_hooks:
                 handle.remove()
             for module in state.modules if state.is_root else ():  # behind the engine's hook
@@ -221,7 +234,7 @@ class ShardState:
     def _facts(self, path: str) -> dict[str, str]:
         """List the facts that all ranks must have in common."""
         facts = {
-            "reshard_after_forward": str(self.reshard_after_forward),
+            "reshard_after_forward": str(self.settings.reshard_after_forward),
             "mp_policy": str(self._mp_policy),
             "offload_policy": str(self.sharding.options.offload),
         }
@@ -254,60 +267,34 @@ class ShardState:
     def _ignored_ids(self) -> frozenset[int]:
         return frozenset(id(owner.parameters.get(owner.attribute)) for owner in self._ignored)
 
-    def shard(self) -> None:
-        """Cut the parameters into the engine's buffers, once; even shards stay the same objects. Collective."""
-        if self.unit is not None:
-            return
-        apart, objects, aliases, shared = {}, {}, dict[int, list[DTensor]](), list[str]()
-        divided: dict[Sharding, Sharding] = {}  # parameters with one sharding share buffers
-        for each in self.params:
-            held = each.held
-            tensors, is_shared = each.take_aliases()
-            if tensors:
-                aliases[id(held)] = tensors
-            shared += [each.name] * is_shared
-            whole = each.gather()
-            if each.sharding is not self.sharding:
-                apart[id(whole)] = divided.setdefault(each.sharding, self._divided(each.sharding))
-            if whole is not held:
-                objects[id(whole)] = held
-                each.set(whole)
-        grads = {id(held): held.grad for held in objects.values() if held.grad is not None}
-        formats = dict(filter(None, (each.extension_format() for each in self.params)))
-        own, ignored = self._divided(self.sharding), self._ignored_ids()
-        given = (own, self.mode, self.plans.known, ignored, objects, formats, apart)
-        try:
-            self.ends = tuple(shard_in_place([end], *given) for end in self._large_ends(ignored))
-            unit = shard_in_place(self.modules, *given)
-        except BaseException:
-            for each in self.params:
-                each.set(objects.get(id(each.held), each.held))
-            raise
-        unit.stays_gathered = self.reshard_after_forward is False
-        self.unit = unit
-        group_and_index = {key: at for each in self.units for key, at in each.group_and_index.items()}
-        for key, grad in grads.items():
-            group, index = group_and_index[key]
-            full = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            group.sharded[index].grad = group.shard_like(index, full)
-        for key, tensors in aliases.items():
-            group, index = group_and_index[key]
-            for tensor in tensors:  # of state dicts, which follow
-                swap_tensors(tensor, described(group.sharded[index].detach()))
-        if shared:
-            warn_caller(
-                f"tensors of this program share memory with {shared[0]} and {len(shared) - 1} more parameters, which "
-                "are cut again now; these tensors keep the values from before: take detach(), data or to_local() of a "
-                "parameter after the first forward, or clone() to keep its values",
-                is_first=True,  # each for its own
-            )
-        self.set_after_reduction(self._after_reduction)
-        self.params.clear()
-        _unfinished().discard(self)
+    def _runs(self, given: int | None) -> list[list[tuple[str, ShardState]]]:
+        """Return the calls that share a unit, each with its path: small neighbours; the others by themselves.
+
+        Args:
+            given: The size in bytes up to which they are merged; None: by the number of ranks.
+        """
+        root, *inner = named = list(self._named_states())
+        mesh, states = self.plans.mesh, [state for _, state in named]
+        held = [sum(each.shape.numel() * each.held.dtype.itemsize for each in state.params) for state in states]
+        limit = message_bytes(held, mesh.num_ranks, given)
+        # Ranks may hold other shapes of parameters on other meshes, and of tensor-parallel parts; and those that may
+        # skip units call neighbours in any order.
+        meshes = (plans.mesh for state in states for plans in (state.plans, *state.other_plans))
+        if self.ranks_may_skip_units or mesh.tensor_parallel is not None or any(each is not mesh for each in meshes):
+            limit = 0
+        outer = {state._around() for state in states if state._around is not None}
+        kinds = [
+            (type(state.modules[0]), state.sharding, state.settings)
+            if len(state.modules) == 1 and state.shared is None and state not in outer
+            else path  # of which there is one
+            for path, state in inner
+        ]
+        runs = small_neighbours([path for path, _ in inner], kinds, held[1:], limit)
+        return [[root], *([inner[index] for index in run] for run in runs)]
 
     def _large_ends(self, ignored: frozenset[int]) -> list[nn.Module]:
         """Return the embeddings and linear layers of the root that are large beside its units; none if it is kept."""
-        if not self.is_root or self.reshard_after_forward is False or len(self.modules) > 1:
+        if not self.is_root or self.settings.reshard_after_forward is False or len(self.modules) > 1:
             return []
         (root,) = self.modules
         blocks = {path: each for path, each in root.named_modules() if each is not root and state_of(each) is not None}
@@ -317,28 +304,27 @@ class ShardState:
     @property
     def units(self) -> tuple[Unit, ...]:
         """The units of the call's parameters; none before they are cut into buffers."""
-        return () if self.unit is None else (self.unit, *self.ends)
+        return () if self.shared is None else self.shared.units
 
-    def set_after_reduction(self, hook: Callable[[torch.Tensor], None] | None) -> None:
-        """Call a hook with this rank's part of each reduced gradient from now on."""
-        self._after_reduction = hook
-        for group in (group for unit in self.units for group in unit.groups):
-            if group.gradients is not None:
-                group.gradients.after_reduction = hook
+    @property
+    def places(self) -> list[tuple[Unit, int]]:
+        """The units, and the position in each of a module of the call."""
+        own = [(unit, self._first + index) for unit in self.units[:1] for index in range(len(self._modules))]
+        return own + [(end, 0) for end in self.units[1:]]
 
-    def _divided(self, sharding: Sharding) -> Sharding:
-        return sharding if self.divisor is None else with_factor(sharding, self.divisor)
-
-    def _reshard_root(self, *_unused: Any) -> None:
-        if self.reshard_after_forward:
-            self.reshard()
+    def apply_settings(self) -> None:
+        """Have settings that change gradients take effect, once the parameters are cut into buffers."""
+        if self.shared is not None:
+            self.shared.apply()
 
     def keep_gathered(self) -> None:
-        """Set in the scheduler after which passes the unit stays gathered."""
-        if (engine := self.engine) is not None:
-            after_forward, after_backward = self.reshard_after_forward is False, not self.reshard_after_backward
-            for unit in self.units:
-                engine.scheduler.keep_gathered(unit.index, after_forward, after_backward)
+        """Set in the scheduler after which passes the units stay gathered."""
+        if self.shared is not None:
+            self.shared.keep_gathered()
+
+    def _reshard_root(self, *_unused: Any) -> None:
+        if self.settings.reshard_after_forward:
+            self.reshard()
 
     def unshard(self) -> None:
         """Start to all-gather the weights. Collective."""
@@ -352,9 +338,11 @@ class ShardState:
     def reshard(self) -> None:
         """Put the sharded parameters into the modules, and free the full ones unless they are in use."""
         if (engine := self.engine) is not None:
+            for unit, module_index in self.places:
+                unit.to_sharded(module_index)
             for unit in self.units:
-                engine.executor.run(engine.scheduler.reshard_requested(unit.index))
-                unit.to_sharded()
+                if not unit.is_unsharded:  # else a neighbour shows its full parameters
+                    engine.executor.run(engine.scheduler.reshard_requested(unit.index))
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
@@ -387,9 +375,8 @@ class ShardState:
     def _hooks_of(self, module: nn.Module) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Return the engine's hooks before and after a forward of a module."""
         self.finished()
-        assert self.unit is not None
         index = next(index for index, reference in enumerate(self._modules) if reference() is module)
-        return self.unit.forward_hooks[index]
+        return self.units[0].forward_hooks[self._first + index]
 
     def _cast_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         dtype = self._mp_policy.param_dtype
@@ -442,7 +429,7 @@ class ShardState:
 
     @property
     def _fsdp_param_groups(self) -> list[ParameterGroupHandle]:
-        return [ParameterGroupHandle(self)] if self.params or (self.unit is not None and self.unit.groups) else []
+        return [ParameterGroupHandle(self)] if self.params or any(unit.groups for unit in self.units[:1]) else []
 
     @property
     def _fsdp_param_group(self) -> ParameterGroupHandle | None:
@@ -450,6 +437,68 @@ class ShardState:
 
     def _root_post_backward_final_callback(self) -> None:
         self._live_engine().finish_grad_sync()
+
+
+def cut_into_buffers(states: Sequence[ShardState]) -> SharedUnits:
+    """Cut the parameters of calls into the engine's buffers, as one unit, once; even shards stay the same objects.
+
+    Collective.
+    """
+    first, params = states[0], [each for state in states for each in state.params]
+    if first.shared is not None:
+        return first.shared
+    apart, objects, aliases, shared = {}, {}, dict[int, list[DTensor]](), list[str]()
+    divisor, divided = first.settings.divisor, dict[Sharding, Sharding]()  # parameters with one sharding share buffers
+    for each in params:
+        held = each.held
+        tensors, is_shared = each.take_aliases()
+        if tensors:
+            aliases[id(held)] = tensors
+        shared += [each.name] * is_shared
+        whole = each.gather()
+        if each.sharding is not first.sharding:
+            apart[id(whole)] = divided.setdefault(each.sharding, with_factor(each.sharding, divisor))
+        if whole is not held:
+            objects[id(whole)] = held
+            each.set(whole)
+    grads = {id(held): held.grad for held in objects.values() if held.grad is not None}
+    formats = dict(filter(None, (each.extension_format() for each in params)))
+    ignored = frozenset[int]().union(*(state._ignored_ids() for state in states))
+    own, mode = with_factor(first.sharding, divisor), SyncMode()
+    given = (own, mode, first.plans.known, ignored, objects, formats, apart)
+    try:
+        ends = [shard_in_place([end], *given) for end in first._large_ends(ignored)]
+        unit = shard_in_place([module for state in states for module in state.modules], *given)
+    except BaseException:
+        for each in params:
+            each.set(objects.get(id(each.held), each.held))
+        raise
+    unit.stays_gathered = first.settings.reshard_after_forward is False
+    found = SharedUnits((unit, *ends), [state.settings for state in states], mode, divisor)
+    group_and_index = {key: at for each in found.units for key, at in each.group_and_index.items()}
+    for key, grad in grads.items():
+        group, index = group_and_index[key]
+        full = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        group.sharded[index].grad = group.shard_like(index, full)
+    for key, tensors in aliases.items():
+        group, index = group_and_index[key]
+        for tensor in tensors:  # of state dicts, which follow
+            swap_tensors(tensor, described(group.sharded[index].detach()))
+    if shared:
+        warn_caller(
+            f"tensors of this program share memory with {shared[0]} and {len(shared) - 1} more parameters, which "
+            "are cut again now; these tensors keep the values from before: take detach(), data or to_local() of a "
+            "parameter after the first forward, or clone() to keep its values",
+            is_first=True,  # each for its own
+        )
+    found.apply()
+    position = 0
+    for state in states:
+        state.shared, state._first = found, position
+        position += len(state.modules)
+        state.params.clear()
+        _unfinished().discard(state)
+    return found
 
 
 @cache
@@ -517,8 +566,3 @@ def _named_modules(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def with_factor(sharding: Sharding, divisor: float) -> Sharding:
-    """Return a sharding whose gradients are the sum over ranks divided by `divisor`."""
-    return replace(sharding, divisor=divisor)

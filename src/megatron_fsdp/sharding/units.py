@@ -453,13 +453,17 @@ _MOST_OF_A_SHARD = 1 / 10
 adds at most a sixth to weights and Adam's state in one dtype."""
 
 
-def message_bytes(unit_bytes: Sequence[int], num_ranks: int) -> int:
-    """Return the size in bytes below which neighbouring units are merged; 0 on one rank, which sends nothing.
+def message_bytes(unit_bytes: Sequence[int], num_ranks: int, given: int | None = None) -> int:
+    """Return the size in bytes below which neighbouring units are merged: the given one, or by the number of ranks.
+
+    0 on one rank, which sends nothing.
 
     It grows with the ranks as far as the peak does not: slots and buckets become as large as the largest unit anyway.
     What merging adds to the peak is a small share of what a rank keeps. `unit_bytes` are those of the full weights of
     each unit, the root first.
     """
+    if given is not None:
+        return given
     if num_ranks == 1:
         return 0
     largest = max(unit_bytes[ROOT_UNIT + 1 :], default=0)
@@ -488,38 +492,52 @@ def plan_units(
         return plan
     params = dict(module.named_parameters())
     held = [sum(params[name].nbytes for name in unit.parameters) for unit in plan.units]
-    if memory.message_bytes is not None:
-        return merge_small_units(plan, held, memory.message_bytes)
-    if memory.communication_unit_numel is not None:
+    if memory.message_bytes is None and memory.communication_unit_numel is not None:
         numels = [sum(params[name].numel() for name in unit.parameters) for unit in plan.units]
         return merge_small_units(plan, numels, memory.communication_unit_numel)
-    return merge_small_units(plan, held, message_bytes(held, num_ranks))
+    return merge_small_units(plan, held, message_bytes(held, num_ranks, memory.message_bytes))
 
 
 def merge_small_units(plan: UnitPlan, sizes: Sequence[int], limit: int) -> UnitPlan:
     """Merge runs of small neighbouring units, up to a limit, so that each run is one all-gather.
 
-    Neighbours are numbered modules of one class in one list, one behind the other, such as `layers.3` and `layers.4`. A
-    run is cut into as few units as the limit allows, as even as possible. `sizes` are bytes or elements, as the limit
-    is; the root's comes first.
+    Units of one class are merged as `small_neighbours` says; ends stay apart. `sizes` are bytes or elements, as the
+    limit is; the root's comes first.
     """
-    units = [plan.units[ROOT_UNIT]]
-    for _, numbered in groupby(enumerate(plan.units[ROOT_UNIT + 1 :], start=ROOT_UNIT + 1), key=_neighbourhood):
-        run = list(numbered)
-        most = max(1, limit // max(1, *(sizes[index] for index, _ in run)))
+    root, *others = plan.units
+    kinds = [f"end {unit.name}" if unit.is_end else unit.class_name for unit in others]
+    runs = small_neighbours([unit.name for unit in others], kinds, sizes[ROOT_UNIT + 1 :], limit)
+    return replace(plan, units=(root, *(_merged([others[index] for index in run]) for run in runs)))
+
+
+def small_neighbours(
+    paths: Sequence[str], kinds: Sequence[object], sizes: Sequence[int], limit: int
+) -> list[tuple[int, ...]]:
+    """Return runs of small neighbouring modules, by position; a module without neighbours is a run by itself.
+
+    Neighbours are numbered modules of one kind in one list, one behind the other, such as `layers.3` and `layers.4`.
+    They are cut into as few runs as the limit allows, as even as possible.
+    """
+    found: list[tuple[int, ...]] = []
+    for _, numbered in groupby(range(len(paths)), key=lambda index: (_place(paths[index], index), kinds[index])):
+        run = tuple(numbered)
+        most = max(1, limit // max(1, *(sizes[index] for index in run)))
         parts = -(-len(run) // most)
         cuts = [len(run) * part // parts for part in range(parts + 1)]
-        units += [_merged([unit for _, unit in run[start:stop]]) for start, stop in pairwise(cuts)]
-    return replace(plan, units=tuple(units))
+        found += [run[start:stop] for start, stop in pairwise(cuts)]
+    return found
 
 
-def _neighbourhood(numbered: tuple[int, UnitSpec]) -> tuple[object, ...]:
-    """Return the key of a unit's neighbours: units of equal keys may be merged."""
-    position, unit = numbered
-    parent, _, last = unit.name.rpartition(".")
-    if unit.is_end or not last.isdigit():
-        return (position,)
-    return parent, unit.class_name, int(last) - position
+def _place(path: str, position: int) -> tuple[object, ...]:
+    """Return the key of neighbours: the path of their list, and the difference of their numbers and positions."""
+    parent, _, last = path.rpartition(".")
+    return (parent, int(last) - position) if last.isdigit() else (position,)
+
+
+def name_of_neighbours(paths: Sequence[str]) -> str:
+    """Return the name of a unit for messages: the path of its module, `layers.0..3` for several."""
+    (parent, _, _), (other, _, last) = paths[0].rpartition("."), paths[-1].rpartition(".")
+    return paths[0] if len(paths) == 1 else f"{paths[0]}..{last if parent == other else paths[-1]}"
 
 
 def _merged(units: Sequence[UnitSpec]) -> UnitSpec:
@@ -527,7 +545,7 @@ def _merged(units: Sequence[UnitSpec]) -> UnitSpec:
     if first is last:
         return first
     return UnitSpec(
-        f"{first.name}..{last.name.rpartition('.')[2]}",
+        name_of_neighbours([unit.name for unit in units]),
         tuple(name for unit in units for name in unit.parameters),
         first.class_name,
         tuple(path for unit in units for path in unit.modules),

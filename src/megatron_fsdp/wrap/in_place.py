@@ -1,8 +1,8 @@
 """Sharding in place, one call per unit: which parameters a call takes, and the engine of all calls together.
 
 A module that was sharded in place owns its unit and, from `finish_in_place` on, the engine; both refer to modules
-weakly, so that deleting a model frees its memory at once. Unlike a wrapper nothing here merges units, compares the
-weights of ranks or communicates before `finish_in_place`.
+weakly, so that deleting a model frees its memory at once. Unlike a wrapper nothing here compares the weights of ranks,
+or communicates before `finish_in_place`.
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ def finish_in_place(
     mode: SyncMode,
     words: DoorWords = WRAPPER_WORDS,
     error: BaseException | None = None,
+    source: str = "one call per unit",
 ) -> Engine:
     """Make the engine of modules that were sharded in place, and hand it to them. Collective.
 
@@ -148,6 +149,7 @@ def finish_in_place(
         mode: The switches of an empty root unit, where there are several roots.
         words: Remedies, as the interface calls them.
         error: This rank's, with which it cannot go on; raised on all.
+        source: How the units were found, in words.
 
     Raises:
         ConfigurationError: Ranks have sharded different units, or in different ways.
@@ -167,7 +169,7 @@ def finish_in_place(
     named = (each for path, root in by_path.items() for each in root.named_parameters(path, remove_duplicate=False))
     engine = finish(
         units,
-        UnitPlan(specs, "one call per unit", aliases_in(named)),
+        UnitPlan(specs, source, aliases_in(named)),
         by_path,
         ranks,
         replace(options, memory=memory),
