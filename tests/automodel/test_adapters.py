@@ -137,44 +137,28 @@ CASES: dict[str, tuple[int, list[tuple[str, str, Any, dict[str, Any], torch.dtyp
             ("ddp", "llama_tied", lora(target_modules="all-linear"), {}, torch.float32),
         ],
     ),
-    "experts": (
-        2,
-        [
-            (name, "mixtral", lora(target_modules="all-linear"), {}, torch.float32)
-            for name in ("megatron_fsdp", "fsdp2")
-        ],
-    ),
+    "experts": (2, [("megatron_fsdp", "mixtral", lora(target_modules="all-linear"), {}, torch.float32)]),
     **{
         f"fused experts {ranks}": (
             ranks,
             [
-                (name, kind, lora(target_parameters=FUSED), {**fields, **sizes}, torch.float32)
-                for name, kind, fields in (("megatron_fsdp", "mixtral", RECOMPUTE), ("fsdp2", "gpt_oss", {}))
-                for sizes in ({}, {"ep_size": 2})
+                ("megatron_fsdp", "mixtral", lora(target_parameters=FUSED), {**RECOMPUTE, **one}, torch.float32),
+                ("fsdp2", "gpt_oss", lora(target_parameters=FUSED), other, torch.float32),
             ],
         )
-        for ranks in (2, 4)
+        for ranks, one, other in ((2, {}, {"ep_size": 2}), (4, {"ep_size": 2}, {}))
     },
     **{
         name: (
             2,
             [
-                (name, "llama", lora(), RECOMPUTE, torch.float32),
-                (name, "llama", lora(modules_to_save=["lm_head"]), {}, torch.float32),
-                (name, "llama_tied", lora(target_modules="all-linear"), {}, torch.float32),
-                (name, "gemma3", lora(bias="none"), {}, torch.float32),
+                (name, "gemma3", lora(target_modules="all-linear"), RECOMPUTE, torch.float32),
                 (name, "llama", lora(), {}, torch.bfloat16),
             ],
         )
         for name in STRATEGIES
     },
-    **{
-        f"{ranks} ranks": (
-            ranks,
-            [(name, "llama", lora(modules_to_save=["lm_head"]), {}, torch.float32) for name in STRATEGIES],
-        )
-        for ranks in (1, 4)
-    },
+    "4 ranks": (4, [(name, "llama", lora(modules_to_save=["lm_head"]), {}, torch.float32) for name in STRATEGIES]),
 }
 """Number of ranks, and (strategy, kind, config, fields of the strategy, dtype)."""
 

@@ -61,7 +61,7 @@ def test_each_strategy_trains_as_one_process_and_goes_back_to_transformers(tmp_p
 @pytest.mark.parametrize("name", STRATEGIES)
 @on_ranks(2)
 def test_every_family_trains_as_one_process_and_goes_back_to_transformers(tmp_path: Path, name: str) -> None:
-    kinds = list(FAMILIES) if name == "megatron_fsdp" else ["llama", "gemma3", "phi3", "qwen2_moe"]
+    kinds = ["gemma3", "qwen2_moe"] + ["llama_tied", "gpt2", "gpt_oss", "deepseek_v3"] * (name == "megatron_fsdp")
     train_and_go_back(kinds, [name], tmp_path)
 
 
@@ -69,7 +69,7 @@ def test_every_family_trains_as_one_process_and_goes_back_to_transformers(tmp_pa
 @pytest.mark.parametrize("num_ranks", [1, 4])
 @on_ranks()
 def test_other_numbers_of_ranks_give_the_same(tmp_path: Path) -> None:
-    train_and_go_back(["llama_tied", "qwen3_moe"], STRATEGIES, tmp_path, max_shard_size="20KB")
+    train_and_go_back(["llama_tied"], STRATEGIES, tmp_path, max_shard_size="20KB")
 
 
 def drawn(kind: str, name: str) -> Any:
@@ -79,7 +79,7 @@ def drawn(kind: str, name: str) -> Any:
 
 
 @pytest.mark.full(short=["deepseek_v3"])
-@pytest.mark.parametrize("kind", ["llama_tied", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["llama_tied", "deepseek_v3"])
 @on_ranks(2)
 def test_drawn_weights_are_those_of_transformers_bit_for_bit(kind: str) -> None:
     with fixed_seed(7):

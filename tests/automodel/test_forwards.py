@@ -31,9 +31,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", "llama_tied", "gemma3", "phi", "gpt2", "qwen2_moe", "deepseek_v3", "gpt_oss"]
-)
+@pytest.mark.parametrize("kind", ["llama_tied", "gpt2", "deepseek_v3"])
 def test_gradients_are_bit_for_bit_those_without_recomputation(kind: str) -> None:
     plain = build(kind)
     expected = gradients(plain)

@@ -182,6 +182,7 @@ def test_axes_are_looked_up_by_name() -> None:
     assert get_flat_mesh(mesh["dp_shard"], "dp_shard").size() == 2
     assert get_flat_mesh(mesh["tp"], "dp_cp").size() == 2  # from the root of a part
     assert get_submesh(mesh, ("dp_shard", "tp")).mesh_dim_names == ("dp_shard", "tp")
+    assert get_fsdp_dp_mesh(mesh, dp_shard_cp_name="dp_shard").mesh_dim_names == ("dp_shard",)
     with pytest.raises(ConfigurationError, match=r"^the mesh has no axis 'ep'; it has pp, .*, tp, dp, dp_shard_cp"):
         get_flat_mesh(mesh, "ep")
     with pytest.raises(ConfigurationError, match=r"no axis 'ep'"):

@@ -300,6 +300,7 @@ def test_keywords_win_over_a_configuration() -> None:
     assert (setup.timeout_minutes, setup.config.sequence_parallel, setup["tp_size"]) == (5, True, 1)
     assert setup.mesh_context.device_mesh is not None
     assert create_distributed_setup_from_config({"strategy": "ddp"}, timeout_minutes=2).timeout_minutes == 2
+    assert create_distributed_setup_from_config({"tp_size": 1}, tp_size=None)["tp_size"] == 1
     with pytest.raises(ValueError, match="world_size=2, but there are 1 ranks"):
         create_distributed_setup_from_config(None, 2)
 
@@ -312,6 +313,7 @@ class Own:
         return nn.Sequential(model)
 
 
+@pytest.mark.full(short=["megatron_fsdp"])
 @pytest.mark.parametrize("name", ["fsdp2", "megatron_fsdp", "ddp"])
 @on_ranks(2)
 def test_a_model_is_made_parallel_by_its_context(name: str) -> None:
@@ -399,6 +401,23 @@ def test_norms_count_once_what_every_rank_has() -> None:
     assert get_grad_norm(list(model.parameters())) == pytest.approx(norm / 2, rel=1e-4)
 
 
+def parameter(*gradient: float) -> Any:
+    made = nn.Parameter(torch.zeros(2))
+    made.grad = torch.tensor(gradient) if gradient else None
+    return made
+
+
+def test_plain_gradients_are_measured_and_clipped() -> None:
+    params = [parameter(3.0, -4.0), parameter()]
+    assert [get_grad_norm(params, None, None, kind) for kind in (2.0, float("inf"), "inf")] == [5.0, 4.0, 4.0]
+    assert get_grad_norm([parameter()]) == 0.0
+    for limit, expected in ((10.0, [3.0, -4.0]), (1.0, [0.6, -0.8])):
+        clip_grad_by_total_norm_(params, limit, 5.0)
+        torch.testing.assert_close(params[0].grad, torch.tensor(expected))
+    clip_grad_by_total_norm_(params[0], 0.5, 1.0)
+    torch.testing.assert_close(params[0].grad, torch.tensor([0.3, -0.4]))
+
+
 @on_ranks(2)
 def test_a_group_that_exists_is_taken_as_it_is() -> None:
     info = initialize_distributed("nccl", timeout_minutes=3)
@@ -408,6 +427,7 @@ def test_a_group_that_exists_is_taken_as_it_is() -> None:
 # ---- towers and experts ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(short=["replicate-0"])
 @pytest.mark.parametrize(("where", "units"), [("root", 0), ("per_layer", 2), ("replicate", 0)])
 @on_ranks(2)
 def test_frozen_towers_train_as_in_one_process(where: str, units: int) -> None:

@@ -87,8 +87,18 @@ def trained(kind: str, folder: Path, door: str, out: Path) -> list[float]:
     return [float(loss) for loss in losses / dist.get_world_size()]
 
 
-@pytest.mark.parametrize("door", ["fsdp2", "megatron_fsdp"])
-@pytest.mark.parametrize("kind", ["4 bits", "8 bits", "torchao", "torchao by name", "ready"])
+@pytest.mark.full(short=["4 bits-fsdp2", "torchao by name-megatron_fsdp"])
+@pytest.mark.parametrize(
+    ("kind", "door"),
+    [
+        ("4 bits", "fsdp2"),
+        ("8 bits", "megatron_fsdp"),
+        ("torchao", "fsdp2"),
+        ("torchao by name", "megatron_fsdp"),
+        ("ready", "fsdp2"),
+        ("ready", "megatron_fsdp"),
+    ],
+)
 def test_a_base_is_quantised_while_it_is_read(run_ranks: RunRanks, tmp_path: Path, kind: str, door: str) -> None:
     folder = make_folder(tmp_path / "plain")
     config = quantization("4 bits" if kind == "ready" else kind)

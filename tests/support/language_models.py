@@ -51,9 +51,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """kind -> (prefix of the classes in transformers, what differs from the common sizes)."""
 
-DIVISIBLE = tuple(kind for kind in FAMILIES if kind not in ("gpt2", "gpt_oss", "olmoe"))
-"""Those that tensor and sequence parallelism are offered for."""
-
 NO_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout", "embedding_dropout")
 
 

@@ -160,16 +160,22 @@ def assert_right(kinds: list[str], splits_tokens: bool) -> None:
     assert problems([kind for kind in kinds if kind not in TOO_LARGE], splits_tokens) == {}
 
 
-@pytest.mark.parametrize("splits_tokens", [False, True])
+SOME = {
+    "parts": (["apertus", "glm4_moe", "cohere", "dots3_note_text"], False),
+    "more parts": (["doge", "gemma3n_text", "llama4_text", "inkling_text"], False),
+    "tokens": (["cohere", "qwen3"], True),
+}
+
+
+@pytest.mark.full(short=["parts", "tokens"])
+@pytest.mark.parametrize(("kinds", "splits_tokens"), SOME.values(), ids=SOME)
 @on_ranks(2)
-def test_gradients_of_some_types_equal_one_process(splits_tokens: bool) -> None:
+def test_gradients_of_some_types_equal_one_process(kinds: list[str], splits_tokens: bool) -> None:
     """Parameters of an activation, norms of queries and keys beside experts, norms and masks by head.
 
     A part of Gemma 3n computes outside of its forward, by a method that the layer calls. Layers of Dots 3 have other
     numbers of heads.
     """
-    kinds = ["apertus", "glm4_moe", "cohere", "doge", "dots3_note_text", "gemma3n_text", "llama4_text", "inkling_text"]
-    kinds = ["cohere", "qwen3"] if splits_tokens else kinds
     assert_right(kinds, splits_tokens)
 
 
@@ -245,16 +251,17 @@ STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", STATISTICS)
 @on_ranks(2)
-def test_statistics_of_divided_features_are_refused(name: str) -> None:
+def test_statistics_of_divided_features_are_refused() -> None:
     """Ranks would compute the same wrong values, which comparing them cannot find."""
-    model = build("llama")
-    for layer in model.model.layers:
-        layer.mlp.act_fn = Statistic(STATISTICS[name])
-    with pytest.raises(ConfigurationError, match=rf": {name} in model.layers.0.mlp.act_fn .* a part of \[") as raised:
-        parallelize_tensors(model, mesh_of((2,), ("tp",)))
-    same_on_ranks(str(raised.value))
+    for name, compute in STATISTICS.items():
+        model = build("llama")
+        for layer in model.model.layers:
+            layer.mlp.act_fn = Statistic(compute)
+        words = rf": {name} in model.layers.0.mlp.act_fn .* a part of \["
+        with pytest.raises(ConfigurationError, match=words) as raised:
+            parallelize_tensors(model, mesh_of((2,), ("tp",)))
+        same_on_ranks(str(raised.value))
 
 
 @on_ranks(4)
