@@ -129,19 +129,14 @@ class Case:
 
 CASES = [
     *(Case("tower", strategy, dtype=BF16, policy=policy) for strategy, policy in ((0, WIDE), (1, PLAIN), (2, WIDE))),
-    Case("llama", 2),
     Case("llama", 3, dtype=BF16),
     Case("wide-llama", 3, ranks=(1, 3), microbatches=3),
     Case("tower", 3, ranks=(1, 1)),
     Case("transformer", 3, ranks=(1, 4), dtype=BF16),
-    Case("transformer", 1, ranks=(1, 3)),
     Case("llama", 3, ranks=(2, 2), outer=1, dtype=BF16),
     Case("tower", 2, ranks=(2, 2), outer=1, dtype=BF16, microbatches=2, accumulation="outer"),
     Case("tower", 3, dtype=BF16, microbatches=2, accumulation="last"),
     Case("tower", 3, ranks=(1, 3), dtype=BF16, policy=WIDE, optimizer="adamw8bit"),
-    Case("tower", 3, ranks=(2, 2), outer=1, dtype=BF16, optimizer="adamw8bit"),
-    Case("tower", 0, ranks=(2, 2)),
-    Case("wide-llama", 2, ranks=(4, 1)),
     Case("wide-tower", 3, dtype=BF16, policy=ENCODED["fp8"]),
     Case("llama", 3, ranks=(2, 2), outer=1, dtype=BF16, policy=ENCODED["mxfp8"]),
     Case("transformer", 3, ranks=(1, 3), policy=ENCODED["nvfp4"]),
@@ -249,7 +244,6 @@ def planned(case: Case, rank: int) -> dict[str, Any]:
 SHORT = [
     "tower-00-1x2-bfloat16-wide-1EVERY",
     "tower-21-2x2-bfloat16-2OUTER",
-    "tower-30-1x2-bfloat16-2LAST",
     "tower-30-1x3-bfloat16-wide-1EVERY-adamw8bit",
     "transformer-30-1x3-float32-nvfp4-1EVERY",
 ]

@@ -87,11 +87,9 @@ def _facts_of_real_rank(job: Job) -> list[Any]:
 
 _HYBRID = {"outer": 2, "inner": 2}
 _JOBS = {
-    **{f"strategy {n}": Job("transformer", {"dp": 2}, {"zero_dp_strategy": n}) for n in (0, 2)},
-    "four ranks": Job("odd_shapes", {"dp": 4}, adam=False),
+    "strategy 2": Job("odd_shapes", {"dp": 3}, {"zero_dp_strategy": 2}, adam=False),
     "partly frozen": Job("partly_frozen", {"dp": 4}, {"average_in_collective": True}),
     "bf16": Job("bf16_fp32_norm", {"dp": 2}, {"mixed_precision_policy": _BF16_COMPUTE}),
-    "resize": Job("transformer", {"dp": 2}, {"weight_allocator": "resize"}),
     "HFSDP": Job("transformer", _HYBRID, {"dp_outer_dim": "outer", "outer_dp_sharding_strategy": 1}),
     "buckets": Job("unused", {"dp": 2}, ddp=DistributedDataParallelConfig(overlap_grad_reduce=True)),
     "sharded buckets": Job(
@@ -99,13 +97,6 @@ _JOBS = {
         {"dp": 4},
         ddp=DistributedDataParallelConfig(
             use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=500
-        ),
-    ),
-    "instances": Job(
-        "transformer",
-        {"dp": 4},
-        ddp=DistributedDataParallelConfig(
-            use_distributed_optimizer=True, num_distributed_optimizer_instances=2, check_for_large_grads=True
         ),
     ),
 }
