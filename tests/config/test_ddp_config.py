@@ -254,22 +254,6 @@ def test_every_config_survives_all_round_trips(config: DistributedDataParallelCo
     assert eval(repr(config), known) == config
 
 
-def test_plain_values_survive_json_and_come_back_equal() -> None:
-    config = DistributedDataParallelConfig(
-        bucket_size=7,
-        data_parallel_sharding_strategy="optim",
-        param_name_patterns_for_fp32_local_accumulation=("*norm*", "*.bias"),
-        megatron_fsdp_main_params_dtype=None,
-        megatron_fsdp_grad_comm_dtype=torch.bfloat16,
-    )
-    plain = config.to_dict()
-    assert plain["megatron_fsdp_grad_comm_dtype"] == "bfloat16"
-    assert plain["megatron_fsdp_main_params_dtype"] is None
-    assert plain["param_name_patterns_for_fp32_local_accumulation"] == ["*norm*", "*.bias"]
-    assert DistributedDataParallelConfig.from_dict(json.loads(json.dumps(plain))) == config
-    assert DistributedDataParallelConfig.from_dict({}) == DistributedDataParallelConfig()
-
-
 NO_FIELD = "is not a field of DistributedDataParallelConfig;"
 
 

@@ -21,48 +21,6 @@ from megatron_fsdp.distributed_data_parallel_config import DistributedDataParall
 
 FIELDS = dataclasses.fields(DistributedDataParallelConfig)
 
-NAMED_ALIKE = """
-use_megatron_fsdp megatron_fsdp_version use_distributed_optimizer data_parallel_sharding_strategy
-outer_dp_sharding_strategy num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather
-suggested_communication_unit_size delay_wgrad_compute megatron_fsdp_enable_fine_grained_param_gather
-fsdp_double_buffer megatron_fsdp_max_pool_double_buffer fsdp_db_use_persist_buf_on_alloc_fail
-disable_symmetric_registration fsdp_manual_registration keep_fp8_transpose_cache megatron_fsdp_main_params_dtype
-megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype fp8_param_gather fp4_param_gather
-reuse_grad_buf_for_mxfp8_param_ag check_for_large_grads
-"""
-NAMED_WITH_DDP = """
-bucket_size num_buckets pad_buckets_for_high_nccl_busbw average_in_collective
-reduce_scatter_with_fp32_accumulation param_name_patterns_for_fp32_local_accumulation
-"""
-
-
-def dashed(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-MEGATRON_FLAGS = {
-    **{name: dashed(name) for name in NAMED_ALIKE.split()},
-    **{name: dashed(f"ddp_{name}") for name in NAMED_WITH_DDP.split()},
-    "nccl_ub": "--use-nccl-ub",
-    "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
-}
-"""Flags of Megatron-LM that set a field."""
-
-MEGATRON_OFF_FLAGS = {
-    "align_param_gather": "--no-align-param-gather",
-    "gradient_reduce_div_fusion": "--no-gradient-reduce-div-fusion",
-    "check_for_nan_in_grad": "--no-check-for-nan-in-loss-and-grad",
-}
-"""Flags of Megatron-LM that turn a field off which its parser has on."""
-
-FIELDS_WITHOUT_A_FLAG_THERE = {
-    "use_custom_fsdp",
-    "fsdp_all_gather_in_start_param_sync",
-    "megatron_fsdp_use_decoupled_grad",
-    "megatron_fsdp_cuda_graph_mode",
-    "megatron_fsdp_weight_format",
-    "data_parallel_sharding_strategy_experts",
-}
 
 TAKEN: dict[Any, tuple[list[str], Any]] = {
     int: (["2"], 2),
@@ -102,14 +60,6 @@ def test_every_field_has_a_flag_of_its_own_and_help() -> None:
     assert set(actions) == {"help"}
 
 
-def test_flags_are_those_of_megatron_lm() -> None:
-    names = {field.name for field in FIELDS}
-    assert set(MEGATRON_FLAGS) | set(MEGATRON_OFF_FLAGS) | FIELDS_WITHOUT_A_FLAG_THERE == names
-    assert {name: flag_of(name) for name in MEGATRON_FLAGS} == MEGATRON_FLAGS
-    assert {name: off_flag_of(name) for name in MEGATRON_OFF_FLAGS} == MEGATRON_OFF_FLAGS
-    assert all(flag_of(name) == dashed(name) for name in FIELDS_WITHOUT_A_FLAG_THERE)
-
-
 def test_no_flags_give_the_default_of_the_class() -> None:
     assert parse() == config_from_flags(argparse.Namespace()) == DistributedDataParallelConfig()
     defaults = vars(DistributedDataParallelConfig())
@@ -136,8 +86,8 @@ def test_a_command_line_of_megatron_lm_is_read() -> None:
     line = (
         "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --overlap-grad-reduce "
         "--no-gradient-reduce-div-fusion --no-align-param-gather --ddp-bucket-size 1000 "
-        "--ddp-param-name-patterns-for-fp32-local-accumulation *norm* *.bias --use-nccl-ub "
-        "--megatron-fsdp-main-params-dtype auto --megatron-fsdp-grad-comm-dtype bf16"
+        "--accumulate-allreduce-grads-in-fp32 --no-check-for-nan-in-loss-and-grad "
+        "--use-nccl-ub --megatron-fsdp-main-params-dtype auto --megatron-fsdp-grad-comm-dtype bf16"
     )
     assert parse(*line.split()) == DistributedDataParallelConfig(
         use_megatron_fsdp=True,
@@ -145,7 +95,7 @@ def test_a_command_line_of_megatron_lm_is_read() -> None:
         overlap_grad_reduce=True,
         gradient_reduce_div_fusion=False,
         bucket_size=1000,
-        param_name_patterns_for_fp32_local_accumulation=("*norm*", "*.bias"),
+        grad_reduce_in_fp32=True,
         nccl_ub=True,
         fsdp_double_buffer=True,
         megatron_fsdp_main_params_dtype=None,
