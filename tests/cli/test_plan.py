@@ -243,13 +243,10 @@ SHORT = [
 @pytest.mark.parametrize(
     "asked",
     [
-        "--strategy 3",
         "--strategy 1 --main-grads-dtype fp32",
         "--strategy 3 --main-grads-dtype bf16 --grad-comm-dtype fp32 --recompute full",
         "--strategy 3 --outer 2 --outer-strategy optim --main-params-dtype auto --weight-format fp8",
-        "--strategy 3 --offload main_weights --main-grads-dtype fp32",
         "--strategy 3 --offload main_weights=0.5,compute_weights --main-grads-dtype fp32",
-        "--strategy 1 --offload optimizer_state",
         "--strategy 3 --dtype fp32 --optimizer adamw8bit",
         "--strategy 2 --tp 2 --outer-strategy no_shard",
     ],

@@ -62,7 +62,12 @@ FAULTS: list[tuple[Any, int, tuple[str, int, str], str, str, dict[str, Any]]] = 
 ]
 
 
-@pytest.mark.parametrize(("shard_fn", "num_ranks", "where", "kind", "words", "options"), FAULTS)
+NAMES = [getattr(fn, "__name__", None) or fn.keywords["change"].__name__ for fn, *_ in FAULTS]
+SHORT = ["summed", "one_rank_left_out", "stale_forward", "frozen_is_trained", "norm_of_rank_one"]
+
+
+@pytest.mark.full(short=SHORT)
+@pytest.mark.parametrize(("shard_fn", "num_ranks", "where", "kind", "words", "options"), FAULTS, ids=NAMES)
 def test_a_planted_fault_is_found_named_and_placed(
     run_ranks: RunRanks,
     shard_fn: Any,
