@@ -124,7 +124,7 @@ def load(name: ModelName, strategy: int, folder: Path, wanted: tuple[Whole, Whol
         step(name, model, optimizer, 9)
 
 
-@pytest.mark.full(short=["saved3-loaded3-odd_shapes", "saved0-loaded0-scalars"])
+@pytest.mark.full(short=["saved3-loaded3-odd_shapes"])
 @pytest.mark.parametrize(
     ("saved", "loaded", "name"),
     [

@@ -114,10 +114,7 @@ def multipliers() -> dict[str, bytes]:
     return {
         "bytearrays": _results(b"cbuiltins\nbytearray\n", b"B" + long),
         "ordered dicts": _results(b"ccollections\nOrderedDict\n", pairs),
-        "sets": _results(b"cbuiltins\nset\n", b"]" + numbers + b"e"),
         "frozensets": _results(b"cbuiltins\nfrozenset\n", numbers + b"t"),
-        "sizes": _results(b"ctorch\nSize\n", numbers + b"t"),
-        "counters": _results(b"ccollections\nCounter\n", names),
         "bytes as text": _results(b"c_codecs\nencode\n", b"X" + long),
         "arguments of foreign classes": _results(b"cnemo\nThing\n", numbers + b"t", _get(0) + _get(1) + b"\x81"),
         "namespaces": _results(b"cargparse\nNamespace\n", names, _get(0) + b")\x81" + _get(1) + b"b"),
@@ -127,7 +124,6 @@ def multipliers() -> dict[str, bytes]:
         "a list that holds itself": hostile.whole(b"]" + _put(0) + _get(0) + _get(0) + b"a"),
         "a huge number": hostile.whole(b"\x8b" + struct.pack("<i", 2000) + b"\x7f" * 2000),
         "an array of another size": hostile.whole(hostile.call("numpy", "ndarray", (1 << 30,))),
-        "a new array": hostile.whole(b"cnumpy\nndarray\n" + hostile.plain(((1 << 30,),)) + b"\x81"),
         "an index of a range": hostile.whole(
             index + b"(" + hostile.plain("w") + hostile.call("builtins", "range", 10**8) + b"tR"
         ),
@@ -139,16 +135,10 @@ def multipliers() -> dict[str, bytes]:
         "hash of shared tuples": hostile.whole(b"}" + shared + b"Ks"),
         "hash of deep tuples": hostile.whole(b"}" + b")" + b"\x85" * 100_000 + b"K\1s"),
         "set of a range": hostile.whole(b"cbuiltins\nset\n" + hostile.call("builtins", "range", 10**12) + b"\x85R"),
-        "zeros": hostile.whole(hostile.call("builtins", "bytearray", 10**11)),
-        "size of a range": hostile.whole(b"ctorch\nSize\n" + hostile.call("builtins", "range", 10**12) + b"\x85R"),
         "a long bytearray": hostile.whole(b"\x96" + struct.pack("<Q", 10**11)),
-        "long bytes": hostile.whole(b"\x8e" + struct.pack("<Q", 10**11)),
         "a long frame": hostile.whole(b"\x95" + struct.pack("<Q", 10**11)),
         "deep lists": hostile.whole(b"]" * 50_000 + b"a" * 49_999),
         "copies by codec": hostile.whole(hostile.call("_codecs", "encode", "x", "rot13")),
-        "complex keys of one hash": hostile.whole(
-            hostile.plain(dict.fromkeys(complex(-1000003.0 * n, n) for n in range(3000)))
-        ),
     }
 
 

@@ -107,6 +107,7 @@ def test_a_plain_model_goes_on_as_it_would_have(
     assert whole == again
 
 
+@pytest.mark.full(short=["wrapping-odd"])
 @pytest.mark.parametrize(("kind", "optimizer_kind"), [("sequential", "adamw"), ("wrapping", "odd")])
 def test_a_sharded_model_goes_on_as_it_would_have(
     run_ranks: RunRanks, tmp_path: Path, kind: str, optimizer_kind: str

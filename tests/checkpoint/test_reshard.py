@@ -22,22 +22,16 @@ FLAT: Places = {f"{ranks} ranks, strategy {s}": (ranks, Setting(s)) for ranks, s
 HYBRID: Places = {
     "HSDP": (4, Setting(3, outer_strategy=0, arrangement=hybrid(2, 2))),
     "HFSDP": (4, Setting(3, outer_strategy=1, arrangement=hybrid(2, 2))),
-    "ZeRO-1 over both axes": (4, Setting(1, outer_strategy=1, arrangement=hybrid(2, 2))),
-    "replicated over both axes": (4, Setting(0, outer_strategy=0, arrangement=hybrid(2, 2))),
 }
 TARGETS: Places = {f"{ranks} ranks, strategy {s}": (ranks, Setting(s)) for ranks, s in ((1, 3), (2, 1), (3, 3), (4, 3))}
 SOME = ["2 ranks, strategy 3", "3 ranks, strategy 2", "1 ranks, strategy 3", "2 ranks, strategy 1", "HFSDP"]
 SEQUENCES, TENSORS = tensor_parallel(divide_tensors_and_sequences), tensor_parallel(divide_tensors)
-BOTH = tensor_parallel(divide_tensors, 2)
 TENSOR_PARALLEL: Places = {
-    "one rank": (1, Setting(0)),
     "three ranks": (3, Setting(3)),
     "FSDP x TP": (4, Setting(3, arrangement=SEQUENCES)),
     "ZeRO-1 x TP of another plan": (4, Setting(1, arrangement=TENSORS)),
-    "replicated x TP": (4, Setting(0, arrangement=SEQUENCES)),
     "TP alone": (2, Setting(2, arrangement=TENSORS)),
-    "HSDP x TP": (4, Setting(3, arrangement=BOTH)),
-    "HFSDP x TP": (4, Setting(3, outer_strategy=1, arrangement=BOTH)),
+    "HFSDP x TP": (4, Setting(3, outer_strategy=1, arrangement=tensor_parallel(divide_tensors, 2))),
 }
 
 
