@@ -152,6 +152,7 @@ class ScaledMLP(LlamaMLP):
         return super().forward(x) * self.scale
 
 
+@pytest.mark.full(short=["the plan"])
 @pytest.mark.parametrize("told_by", ["the plan", "a mark"])
 @on_ranks(2)
 def test_parameters_that_see_divided_tokens_equal_one_process(told_by: str) -> None:
