@@ -42,7 +42,6 @@ CASES = {
     "one": (1, (*UNITS, "optim_grads_params")),
     "three": (3, (*UNITS, "optim_grads")),
     "buckets": (2, ("--use-distributed-optimizer",)),
-    "whole": (3, ()),
     "fully hybrid": (
         4,
         (
@@ -68,7 +67,7 @@ def test_losses_norms_and_checkpoints_do_not_depend_on_ranks_and_strategies(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("optimizer", ["adam", "muon", "adamw8bit"])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
 def test_a_run_goes_on_with_the_same_bits_on_other_ranks(run_ranks: RunRanks, tmp_path: Path, optimizer: str) -> None:
     """Also where the optimizer needs whole matrices, or whole blocks of its state."""
     options = (*CASES["one"][1], *ODD, "--optimizer", optimizer)

@@ -33,13 +33,15 @@ from tests.support.train_program import (
     train,
     write_text,
 )
+from tests.train.test_program import SECRETS, assert_hushed
 
 
 @pytest.mark.full
 def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(data: tuple[str, str], tmp_path: Path) -> None:
     wild = ("--optimizer", "sgd", "--lr", "1e30", "--lr-warmup-iters", "0", "--max-nan-steps", "2")
     again = ("--save", str(tmp_path / "s"), "--log-interval", "1")
-    shown, errors = run(*data, *wild, *again, "--out", str(tmp_path), code=4)
+    shown, errors = run(*data, *wild, *again, "--out", str(tmp_path), env=environment(**SECRETS), code=4)
+    assert_hushed(tmp_path, shown + errors)
     skipped = [record["skipped"] for record in metrics(tmp_path)]
     assert skipped[-2:] == [1, 2]
     shown = " ".join(shown.split())
@@ -49,14 +51,14 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(data: tup
 
 
 def limited(argv: Sequence[str]) -> int:
-    """The trainer in a process that may have 16 GiB of addresses: far more than it needs, far less than it asks for."""
-    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+    """The trainer in a process that may have 8 GiB of addresses: far more than it needs, far less than it asks for."""
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
     return trainer(argv)
 
 
 @pytest.mark.full
 def test_out_of_memory_names_rank_step_peak_and_ways_out(data: tuple[str, str], tmp_path: Path) -> None:
-    huge = ("--micro-batch-size", "1024", "--global-batch-size", "2048", "--seq-length", "128")
+    huge = ("--micro-batch-size", "512", "--global-batch-size", "1024", "--seq-length", "128")
     wide = ("--make-vocab-size-divisible-by", str(1 << 16), "--out", str(tmp_path))
     process = Program(limited, [*OPTIONS, *data, *huge, *wide], environment())
     _, errors = process.communicate(timeout=LIMIT_S)
@@ -64,8 +66,8 @@ def test_out_of_memory_names_rank_step_peak_and_ways_out(data: tuple[str, str], 
     assert "out of memory on rank " in errors
     assert " in step 1 on cpu: " in errors
     assert re.search(r"  peak so far: [\d.]+ [MG]iB resident\n", errors)
-    assert "--micro-batch-size 512 --global-batch-size 2048 (the same steps); --recompute-granularity full" in errors
-    assert "mfsdp plan tiny --ranks 2 --sequence-length 128 --micro-batch-size 1024 --strategy auto" in errors
+    assert "--micro-batch-size 256 --global-batch-size 1024 (the same steps); --recompute-granularity full" in errors
+    assert "mfsdp plan tiny --ranks 2 --sequence-length 128 --micro-batch-size 512 --strategy auto" in errors
     assert "Traceback" not in errors
 
 

@@ -41,13 +41,11 @@ def _output(*options: str) -> str:
     return " ".join(f"{shown.getvalue()} END {told}".split())
 
 
-@pytest.mark.full(short=["background1"])
-@pytest.mark.parametrize("background", [(), ("--async-save",)])
 def test_a_save_that_fails_is_told_and_training_goes_on(
-    run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path, background: tuple[str, ...]
+    run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "saved"
-    options = (*data, "--save", str(folder), "--save-interval", "2", "--max-failed-saves", "2", *background)
+    options = (*data, "--save", str(folder), "--save-interval", "2", "--max-failed-saves", "2", "--async-save")
     told = run_ranks(2, train_on_a_full_disk, (1, 2), *options, "--out", str(tmp_path / "out"))
     assert "No space left on device" in told[0]
     assert "2 of at most 2 saves in a row failed; training goes on" in told[0]
@@ -58,18 +56,17 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("background", [(), ("--async-save",)])
 def test_one_save_too_many_that_fails_ends_the_run_and_the_last_one_always(
-    run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path, background: tuple[str, ...]
+    run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "saved"
-    options = (*data, "--save", str(folder), "--save-interval", "2", "--max-failed-saves", "1", *background)
+    options = (*data, "--save", str(folder), "--save-interval", "2", "--max-failed-saves", "1")
     told = run_ranks(2, train_on_a_full_disk, (1, 2), *options, "--out", str(tmp_path / "0"))
     assert told[0].rpartition("END ")[2] == told[1].rpartition("END ")[2]
     assert "END NotSavedError: " in told[0]
     assert "2 saves in a row failed, and --max-failed-saves is 1; what was saved before is as it was" in told[0]
     assert saved(folder) == ["iter_0000002"]
-    options = (*data, "--save", str(tmp_path / "last"), "--save-interval", "4", *background)
+    options = (*data, "--save", str(tmp_path / "last"), "--save-interval", "4", "--async-save")
     told = run_ranks(2, train_on_a_full_disk, (1,), *options, "--out", str(tmp_path / "1"))
     assert "END NotSavedError: the last save failed: " in told[1]
     assert saved(tmp_path / "last") == ["iter_0000004"]

@@ -78,7 +78,7 @@ def test_a_bit_that_a_rank_got_wrong_is_named(run_ranks: RunRanks, tmp_path: Pat
 
 
 @pytest.mark.full
-def test_the_command_tells_what_it_found(
+def test_the_command_tells_what_it_found_and_what_cannot_be_replayed(
     run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_ranks(2, train, *arguments(tmp_path, *UNITS, "optim_grads_params"))
@@ -88,19 +88,14 @@ def test_the_command_tells_what_it_found(
     assert "executed steps 4 to 5 again on one rank; digests were recorded of 1\nthe same bits\n" in shown
     assert main(["replay", str(out), "--step", "2", "--from-start", "--json"]) == 0
     assert json.loads(capfd.readouterr().out) == {"first": 1, "last": 2, "digests": 1, "difference": None}
-    lines = (out / METRICS_FILE).read_text().splitlines(keepends=True)
+    metrics = out / METRICS_FILE
+    lines = metrics.read_text().splitlines(keepends=True)
     record = json.loads(lines[4])
-    lines[4] = json.dumps({**record, "loss": record["loss"] * (1 + 2**-52)}) + "\n"
-    (out / METRICS_FILE).write_text("".join(lines))
+    changed = json.dumps({**record, "loss": record["loss"] * (1 + 2**-52)}) + "\n"
+    metrics.write_text("".join([*lines[:4], changed, *lines[5:]]))
     assert main(["replay", str(out), "--step", "6"]) == 1
     assert "\nstep 5: loss: recorded " in capfd.readouterr().out
-
-
-@pytest.mark.full
-def test_what_cannot_be_replayed_is_told(run_ranks: RunRanks, tmp_path: Path) -> None:
-    words = arguments(tmp_path, *UNITS, "optim_grads_params")
-    run_ranks(2, train, *words)
-    out = tmp_path / "out"
+    metrics.write_text("".join(lines))
 
     def refusal(step: int, **more: Any) -> str:
         with pytest.raises(ConfigurationError) as caught:
@@ -111,8 +106,6 @@ def test_what_cannot_be_replayed_is_told(run_ranks: RunRanks, tmp_path: Path) ->
     assert "saves has no checkpoint before step 3 (its checkpoints are of steps 3, 6, 8)" in refusal(3)
     assert "has no checkpoint before step 5 (it holds none)" in refusal(5, checkpoints=tmp_path)
     assert "--checkpoints has no effect with --from-start" in refusal(5, checkpoints=tmp_path, from_start=True)
-    metrics = out / METRICS_FILE
-    lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join([*lines[:4], *lines[5:]]))
     assert "has no step 5: its line, between those of steps 1 and 8, is missing or damaged" in refusal(5)
     metrics.write_text("".join([*lines[:4], json.dumps({**json.loads(lines[4]), "loss": "much"}) + "\n", *lines[5:]]))
@@ -132,12 +125,8 @@ def test_what_cannot_be_replayed_is_told(run_ranks: RunRanks, tmp_path: Path) ->
     plain["options"]["deterministic"] = None
     applied.write_text(json.dumps(plain))
     assert "was trained without --deterministic world" in refusal(5)
-    assert "holds no results of a run" in _without(applied, refusal)
-
-
-def _without(path: Path, refusal: Any) -> str:
-    path.unlink()
-    return str(refusal(5))
+    applied.unlink()
+    assert "holds no results of a run" in refusal(5)
 
 
 def test_the_first_difference_is_that_of_what_is_computed_first() -> None:
