@@ -34,15 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.full(short=["engine0", "engine3"])
+@pytest.mark.full(short=["engine0"])
 @pytest.mark.parametrize(
     "engine",
     [
         UNITS,
-        {},
         {**UNITS, "tensor_model_parallel_size": 2},
         FSDP2,
-        {**FSDP2, "pipeline_model_parallel_size": 2},
         {**UNITS, "pipeline_model_parallel_size": 2},
     ],
 )

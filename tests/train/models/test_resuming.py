@@ -39,14 +39,10 @@ EIGHT = {"train_iters": 8}
     [
         (2, {**DECODER, **UNITS, "fp16": True, "initial_loss_scale": 64.0}),
         (2, {**DECODER, **UNITS, "optimizer": "adamw8bit"}),
-        (2, {**LLAMA, **FSDP2, "tensor_model_parallel_size": 2}),
         (2, {**MIXTRAL, **FSDP2, "expert_model_parallel_size": 2}),
         (2, {**TIED, **FSDP2, **PIPELINE, **EIGHT, "async_save": True}),
-        (4, {**TIED, **FSDP2, **PIPELINE, **EIGHT, "context_parallel_size": 2}),
-        (2, {**TIED, **UNITS, **PIPELINE, **EIGHT}),
         (4, {**LLAMA, **UNITS, **PIPELINE, **EIGHT, "tensor_model_parallel_size": 2}),
         (4, {**LLAMA, **PIPELINE, **EIGHT, "overlap_grad_reduce": True}),
-        (4, {**MIXTRAL, **UNITS, **PIPELINE, **EIGHT, "expert_model_parallel_size": 2}),
     ],
 )
 def test_the_rest_is_the_same_from_a_checkpoint(

@@ -26,13 +26,11 @@ def keys_of(folder: Path) -> tuple[dict[str, tuple[int, ...]], set[str], Any]:
     return {key: entry.shape for key, entry in found.tensors.items()}, objects, groups
 
 
-@pytest.mark.full(short=["model3-engines3"])
+@pytest.mark.full(short=["model1-engines1"])
 @pytest.mark.parametrize(
     ("model", "engines"),
     [
-        (LLAMA, (STAGES, FSDP2, STAGES, FSDP2)),
         (TIED, (STAGES, FSDP2, STAGES, FSDP2)),
-        (LLAMA, (OWN_STAGES, OWN, OWN_STAGES, OWN)),
         (LLAMA, (OWN_STAGES, FSDP2, STAGES, OWN)),
         (MIXTRAL, (OWN_EXPERTS, OWN, {**OWN_EXPERTS, **OWN_STAGES}, {**FSDP2, "expert_model_parallel_size": 2})),
     ],

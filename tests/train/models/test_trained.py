@@ -147,14 +147,12 @@ UNITS = {"use_megatron_fsdp": True}
 FSDP2 = {"use_torch_fsdp2": True}
 
 
-@pytest.mark.full(short=["values0", "values2"])
+@pytest.mark.full(short=["values0", "values1"])
 @pytest.mark.parametrize(
     "values",
     [
         {**DECODER, **UNITS},
-        {**DECODER, **FSDP2},
         {**LLAMA, **FSDP2, "pipeline_model_parallel_size": 2},
-        {**LLAMA, **UNITS, "pipeline_model_parallel_size": 2},
         {**DECODER, "overlap_grad_reduce": True},
     ],
 )
