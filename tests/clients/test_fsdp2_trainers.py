@@ -120,30 +120,18 @@ def of_transformers(make: Callable[[str], Any]) -> Callable[[str], Any]:
     return trainer
 
 
-def sft(folder: str, **options: Any) -> Any:
-    given = arguments(trl.SFTConfig, folder)
-    return trl.SFTTrainer(loaded(folder), given, train_dataset=conversations(), processing_class=tokenizer(), **options)
-
-
 def sft_of_adapters(folder: str) -> Any:
     torch.manual_seed(6)
-    return sft(folder, peft_config=adapters())
-
-
-def dpo(folder: str, **options: Any) -> Any:
-    given = arguments(trl.DPOConfig, folder, max_length=16)
-    return trl.DPOTrainer(
-        loaded(folder), args=given, train_dataset=preferences(), processing_class=tokenizer(), **options
+    given, rows = arguments(trl.SFTConfig, folder), conversations()
+    return trl.SFTTrainer(
+        loaded(folder), given, train_dataset=rows, processing_class=tokenizer(), peft_config=adapters()
     )
 
 
 def dpo_with_reference(folder: str) -> Any:
-    return dpo(folder, ref_model=build("llama", seed=1))
-
-
-def dpo_of_adapters(folder: str) -> Any:
-    torch.manual_seed(6)
-    return dpo(folder, peft_config=adapters())
+    given, rows = arguments(trl.DPOConfig, folder, max_length=16), preferences()
+    reference = build("llama", seed=1)
+    return trl.DPOTrainer(loaded(folder), reference, given, train_dataset=rows, processing_class=tokenizer())
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -160,11 +148,8 @@ TRAINERS: dict[str, Callable[[str], Any]] = {
     "its options": of_transformers(by_options),
     "sharded before": of_transformers(sharded_before),
     "DistributedConfig": of_transformers(by_distributed_config),
-    "SFT": sft,
     "SFT of adapters": sft_of_adapters,
-    "DPO": dpo,
     "DPO with a reference": dpo_with_reference,
-    "DPO of adapters": dpo_of_adapters,
     "GRPO": grpo,
 }
 

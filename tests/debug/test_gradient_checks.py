@@ -155,6 +155,7 @@ def raised(model: MegatronFSDP, number: int = 0) -> str:
     return same_on_ranks(message)
 
 
+@pytest.mark.full(short=["0-nan-True", "3-10000.0-False"])
 @pytest.mark.parametrize(
     ("strategy", "factor", "auto_sync"), [(0, NAN, True), (1, INF, False), (2, SPIKE, True), (3, SPIKE, False)]
 )
@@ -206,6 +207,7 @@ def same_value(tensor: Tensor, of_rank: int) -> float:
     return value.item()
 
 
+@pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_the_switches_turn_it_on_and_change_no_good_gradient(strategy: int) -> None:
@@ -231,6 +233,7 @@ def test_the_switches_turn_it_on_and_change_no_good_gradient(strategy: int) -> N
             assert "layers.1.linear.bias (layers.1) on rank [0]" in raised(model)
 
 
+@pytest.mark.full(short=["2-False"])
 @pytest.mark.parametrize(("strategy", "bf16_grads"), [(1, True), (2, False)])
 @on_ranks(3)
 def test_deferred_microbatches_frozen_parameters_and_several_ranks_are_reported(

@@ -20,6 +20,7 @@ def test_buffers_that_every_rank_has_alike_pass(run_ranks: RunRanks) -> None:
     assert report.passed, report.summary()
 
 
+@pytest.mark.full(short=["running_mean-rank 1"])
 @pytest.mark.parametrize(("buffer", "wrong"), [("running_mean", "rank 1"), ("calls", "rank 1")])
 def test_a_buffer_of_one_rank_is_named_whatever_it_is_called(run_ranks: RunRanks, buffer: str, wrong: str) -> None:
     shard_fn = partial(faults.buffer_of_rank_one, buffer=buffer)

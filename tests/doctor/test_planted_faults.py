@@ -82,6 +82,7 @@ def test_a_planted_fault_is_found_named_and_placed(
     assert words in found.words
 
 
+@pytest.mark.full(short=["ours"])
 @pytest.mark.parametrize(
     ("shard", "right", "words"),
     [
@@ -89,6 +90,7 @@ def test_a_planted_fault_is_found_named_and_placed(
         (faults.by_torch_fsdp, 0, "has "),
         (faults.sharded, 1, "has "),
     ],
+    ids=["by hand", "torch", "ours"],
 )
 def test_weights_that_each_rank_draws_are_found(run_ranks: RunRanks, shard: Any, right: int, words: str) -> None:
     found = first(run_ranks, 2, partial(faults.seeded_by_rank, shard=shard, right=right), steps=1)
