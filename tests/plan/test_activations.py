@@ -130,7 +130,7 @@ def without_bandwidth(segment: Segment) -> Segment:
     return replace(segment, moved_bytes=0, operators=0)
 
 
-@pytest.mark.full(cover=1)
+@pytest.mark.full(short=["mixtral-full", "gpt2-dropout-selective"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", "every_second_product", "mlp"])
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2-dropout"])
 def test_segments_without_memory_are_those_of_real_tensors(name: str, recompute: Recompute) -> None:

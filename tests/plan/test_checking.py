@@ -104,6 +104,13 @@ def _id(value: Any) -> str:
     return value.__name__ if callable(value) else "wide" if value is WIDE else str(value)
 
 
+SHORT = [
+    "odd-{'dp_shard': 5}-0-wide-1-3-gloo",
+    "tower-{'dp_shard': 8, 'dp_outer': 4}-0-wide-2-0-gloo",
+]
+
+
+@pytest.mark.full(short=SHORT)
 @pytest.mark.parametrize(
     ("build", "ranks", "outer", "policy", "microbatches", "strategy", "backend"),
     [
@@ -131,6 +138,7 @@ def test_a_plan_is_what_the_engine_does(
     assert ("dp_outer" in figures(found)["sent"]) is ("dp_outer" in ranks)
 
 
+@pytest.mark.full(short=["momentum"])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 def test_state_of_optimizers_is_what_torch_keeps(optimizer: str) -> None:
     found = planned(tower, {"dp_shard": 4}, optimizer=optimizer, backend="gloo")

@@ -244,7 +244,6 @@ def planned(case: Case, rank: int) -> dict[str, Any]:
 SHORT = [
     "tower-00-1x2-bfloat16-wide-1EVERY",
     "tower-21-2x2-bfloat16-2OUTER",
-    "tower-30-1x3-bfloat16-wide-1EVERY-adamw8bit",
     "transformer-30-1x3-float32-nvfp4-1EVERY",
 ]
 
