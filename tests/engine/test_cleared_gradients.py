@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from megatron_fsdp.engine.gradients import ParameterGradient, direct_hook
 from tests.support.on_ranks import engine_of, local_of, on_ranks
 from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 
@@ -153,50 +152,3 @@ def test_sums_that_are_not_shown_yet_are_not_given_back() -> None:
         found.append([values(param.grad) for param in model.parameters()])
     assert between == gradient_bytes(model) > 0
     assert found[0] == found[1]
-
-
-# ---- a plain first gradient goes straight into the bucket; every other one takes the long way ------------------------
-
-
-def parameter(value: float) -> nn.Parameter:
-    """A parameter whose gradient has just come."""
-    param = nn.Parameter(torch.zeros(2))
-    param.grad = torch.full((2,), value)
-    return param
-
-
-def test_the_first_gradient_is_copied_with_the_cast_and_let_go() -> None:
-    place, passed_on = torch.zeros(2, dtype=torch.float64), []
-    gradient = ParameterGradient()
-    gradient.direct = place
-    hook = direct_hook(gradient, passed_on.append)
-    param = parameter(3.0)
-    hook(param)
-    assert place.tolist() == [3.0, 3.0]
-    assert (param.grad, passed_on) == (None, [])
-    assert (gradient.direct, gradient.filled, gradient.arrived) == (None, True, True)
-    param.grad = torch.ones(2)
-    hook(param)  # the second of this backward has to be added
-    assert passed_on == [param]
-    assert place.tolist() == [3.0, 3.0]
-
-
-@pytest.mark.parametrize("reason", ["closed", "none", "sparse", "graph"])
-def test_what_is_not_plain_is_passed_on_untouched(reason: str) -> None:
-    place, passed_on = torch.zeros(2), []
-    gradient = ParameterGradient()
-    gradient.direct = None if reason == "closed" else place
-    param = parameter(1.0)
-    if reason == "none":
-        param.grad = None
-    elif reason == "sparse":
-        param.grad = torch.ones(2).to_sparse()
-    elif reason == "graph":
-        param.grad = torch.ones(2, requires_grad=True) * 2
-    before = param.grad
-    direct_hook(gradient, passed_on.append)(param)
-    assert passed_on == [param]
-    assert param.grad is before
-    assert place.tolist() == [0.0, 0.0]
-    assert (gradient.filled, gradient.arrived) == (False, False)
-    assert gradient.direct is (None if reason == "closed" else place)

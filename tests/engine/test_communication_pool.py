@@ -68,12 +68,10 @@ def train(
 
 CASES: dict[str, tuple[int, torch.dtype, dict[str, Any], dict[str, int]]] = {
     "zero-1": (2, torch.float32, {"zero_dp_strategy": 1}, {}),
-    "accumulated-0": (2, torch.float32, {"zero_dp_strategy": 0}, {"more": 2}),
     "accumulated-3": (2, torch.float32, {}, {"more": 2}),
     "deferred": (2, torch.float32, {}, {"deferred": 2}),
     "mixed": (2, torch.bfloat16, {"mixed_precision_policy": MIXED}, {}),
     "max pool": (2, torch.float32, {"maxpool_double_buffer": True}, {}),
-    "late": (2, torch.float32, {"zero_dp_strategy": 1, "overlap_grad_reduce": False}, {}),
     "hsdp": (4, torch.float32, {}, {"more": 1}),
     "hfsdp mixed": (
         4,

@@ -90,13 +90,9 @@ def test_parameters_refer_to_their_model_weakly_and_the_inner_module_misses_it()
 
 CASES: dict[str, dict[str, Any]] = {
     "no_shard, late": {"zero_dp_strategy": 0, "overlap_grad_reduce": False},
-    "optim": {"zero_dp_strategy": 1},
     "optim_grads": {"zero_dp_strategy": 2},
-    "slots": {},
     "resize": {"weight_allocator": "resize"},
     "double buffer": {"fsdp_double_buffer": True},
-    "persistent double buffer": {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True},
-    "max pool": {"maxpool_double_buffer": True},
     "fine-grained": {"enable_fine_grained_param_gather": True},
 }
 X = torch.ones(2, TOWER_FEATURES)

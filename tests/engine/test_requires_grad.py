@@ -244,25 +244,6 @@ def test_a_thawed_parameter_gets_main_weights_as_if_it_had_been_wrapped_so(strat
 # ---- a teacher, costs, errors ----------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-def test_a_frozen_teacher_is_evaluated_and_left_alone() -> None:
-    student, teacher = (wrap() for _ in range(2))
-    teacher.requires_grad_(False).eval()
-    before = teacher.full_parameters()
-    optimizer = fully_shard_optimizer(torch.optim.SGD([*teacher.parameters()], lr=0.1, weight_decay=0.5))
-    inputs = own_part(next(batches(1))[0])
-    (student(inputs) - teacher(inputs)).square().mean().backward()
-    optimizer.step()
-    assert_equal_tensors(teacher.full_parameters(), before)
-    assert all(param.grad is None for param in teacher.parameters())
-    with torch.no_grad():
-        first = teacher(inputs)
-    with torch.inference_mode():
-        assert torch.equal(first, teacher(inputs))
-    assert torch.allclose(first, build()(inputs), rtol=1e-5, atol=1e-6)
-    assert teacher.traffic().reduce_bytes == 0
-
-
 @pytest.mark.unmerged
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)

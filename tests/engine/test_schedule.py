@@ -9,7 +9,6 @@ A1    weights awaited outside of forward
 """
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +17,8 @@ import pytest
 from megatron_fsdp.engine.schedule import (
     Operation,
     RecordedOrder,
-    Residence,
     ScheduleConfig,
     Scheduler,
-    StepLength,
-    SyncMode,
-    SyncScope,
-    _UnitState,
 )
 from megatron_fsdp.errors import ScheduleError
 
@@ -103,7 +97,6 @@ STEADY_BACKWARD = "reduce3 reshard3 unshard1@0 reduce2 wait1 reduce1 reduce0 fin
 STEADY = f"{STEADY_FORWARD} {STEADY_BACKWARD} reshard0 reshard1 reshard2"
 
 SWAPPED = "F0> F2> F2< F1> F1< F3> F3< F0<"
-SKIPPING = "F0> F1> F1< F3> F3< F0<"
 RECOMPUTING = "B0> B3> F3> F3< G3 B2> F2> f2< G2 B1> F1> f1< G1 E"
 EVALUATION = "F0> F1> f1< F2> f2< F3> f3< f0<"
 
@@ -141,18 +134,12 @@ CASES = {
         (FORWARD, STEADY_FORWARD),
         (BACKWARD.replace("B1>", "b1>"), "reduce3 reduce2 reduce1 reduce0 finalise"),
     ),
-    "first_backward_finds_the_units_used_last_and_gathers_the_others_when_needed": case(
-        FORWARD, (BACKWARD, "reduce3 reduce2 reshard3 unshard1@0 wait1 reduce1 reduce0 finalise")
-    ),
     "every_later_step_gathers_one_unit_ahead_into_the_slot_it_had": case(
         STEP, (STEP, STEADY), (STEP, STEADY), (STEP, STEADY)
     ),
     # weights that do and do not change
     "accumulation_keeps_the_root_and_the_units_used_last": case(
         f"{FORWARD} {BACKWARD}", (FORWARD, "reshard1 unshard3@0 wait3"), (BACKWARD, STEADY_BACKWARD)
-    ),
-    "a_gather_under_way_is_waited_for_before_its_unit_is_released": case(
-        STEP, "F0> F0<", ("W", "reshard0 wait1 reshard1")
     ),
     "weights_that_change_inside_a_forward_are_refused": case(
         "F0> F1>", ("W", ScheduleError("the weights were changed inside a forward"))
@@ -172,32 +159,9 @@ CASES = {
         "B0> B3> G3 B1> G1 B2> G2 E W",
         (SWAPPED, "unshard0 unshard2@1 wait0 unshard1@0 wait2 wait1 reshard1 unshard3@0 wait3"),
     ),
-    "a_skipped_unit_is_gathered_in_vain_once": case(
-        STEP,
-        (SKIPPING, "unshard0 unshard1@0 wait0 unshard2@1 wait1 reshard1 unshard3@0 wait3"),
-        "B0> B3> G3 B1> G1 E W",
-        # Unit 3 cannot be gathered ahead of its use: unit 1, in use, has its slot.
-        (SKIPPING, "unshard0 unshard1@0 wait0 wait1 reshard1 unshard3@0 wait3"),
-    ),
-    "a_backward_in_another_order_gathers_on_demand": case(
-        STEP,
-        FORWARD,
-        ("B0> B2> G2 B3> G3 B1> G1 E", "reduce2 reduce3 reshard3 unshard1@0 wait1 reduce1 reduce0 finalise"),
-    ),
     # gradients
-    "frozen_unit_is_gathered_for_backward_and_issues_no_reduce": case(
-        FORWARD,
-        ("B0> B3> G3 B2> G2 B1> E", "reduce3 reduce2 reshard3 unshard1@0 wait1 reduce0 finalise"),
-        trainable=(True, False, True, True),
-    ),
     "unit_with_missing_gradients_is_reduced_when_the_next_unit_begins": case(
         FORWARD, ("B0> B3> G3 B2> g2", "reduce3"), ("B1>", "reduce2 reshard3 unshard1@0 wait1")
-    ),
-    "unit_without_any_gradient_is_reduced_too": case(
-        FORWARD, ("B0> B3> B2> B1> E", "reduce3 reduce2 reshard3 unshard1@0 wait1 reduce1 reduce0 finalise")
-    ),
-    "unit_that_backward_never_reached_issues_no_reduce": case(
-        FORWARD_OF_TWO, ("B0> B2> G2 E", "reduce2 reduce0 finalise"), units=3
     ),
     "reused_unit_is_not_reduced_before_its_last_backward": case(
         "F0> F1> F1< F2> F2< F1> F1< F0<", ("B0> B1> g1 B2> G2 B1> G1 E", "reduce2 reduce1 reduce0 finalise"), units=3
@@ -247,13 +211,6 @@ CASES = {
         (f"{FORWARD} {BACKWARD}", "reduce3 reduce2 reduce1 reduce0 finalise"),
         ("W", "reshard0 reshard1 reshard2 reshard3"),
         (FORWARD, "unshard0 unshard1 wait0 unshard2 wait1 unshard3 wait2 wait3"),
-        shares_slots=False,
-    ),
-    "whole_weights_are_never_gathered": case(
-        (f"P1 A1 {FORWARD}", ""),
-        (BACKWARD, "reduce3 reduce2 reduce1 reduce0 finalise"),
-        ("W", ""),
-        gathers=False,
         shares_slots=False,
     ),
     # more slots, more depth
@@ -388,12 +345,6 @@ def test_memory_that_is_given_back_is_released_when_the_backward_is_over() -> No
     assert player("W") == ""
 
 
-def test_a_second_microbatch_gathers_everything_again() -> None:
-    player = resized()
-    first = player(f"{FORWARD} {BACKWARD}")
-    assert numberless(player(f"{FORWARD} {BACKWARD}")) == numberless(first)
-
-
 def given_back_per_step(microbatches: int = 1) -> Play:
     """The root's memory is given back when the last backward of a step is over; one step has been seen."""
     player = play(resharded_before_step=frozenset({0}))
@@ -503,73 +454,3 @@ def test_a_repeated_pass_foretells_the_next_units() -> None:
         for unit in noted:
             order.note(unit)
         assert order.upcoming(depth) == expected, name
-
-
-def lasts(length: StepLength, *steps: int) -> list[list[bool]]:
-    """What is foretold after each backward of steps with so many backwards."""
-    found = []
-    for backwards in steps:
-        found.append([length.note_backward() for _ in range(backwards)])
-        length.note_step()
-    return found
-
-
-def test_the_last_backward_of_a_step_is_foretold_by_the_step_before() -> None:
-    assert lasts(StepLength(), 2, 2, 1, 3) == [[False, False], [False, True], [False], [True, False, False]]
-
-
-def test_new_weights_without_a_backward_are_no_step() -> None:
-    length = StepLength()
-    assert lasts(length, 2, 0, 0, 2) == [[False, False], [], [], [False, True]]
-
-
-# ---- when gradients are reduced --------------------------------------------------------------------------------------
-
-
-# auto_sync, is_last_microbatch, defer_all -> syncs, reduces with whole pending gradients, ... with sharded ones
-TABLE = [
-    (True, None, False, True, True, True),
-    (True, False, False, True, True, True),
-    (False, None, False, False, False, True),
-    (False, False, False, False, False, True),
-    (False, True, False, True, True, True),
-    (True, None, True, False, False, False),
-    (False, True, True, False, False, False),
-    (True, True, True, False, False, False),
-]
-
-
-def test_switches_decide_when_gradients_are_reduced() -> None:
-    for auto_sync, last, defer_all, syncs, reduces_whole, reduces_shards in TABLE:
-        mode = SyncMode(auto_sync, last, defer_all)
-        assert mode.syncs is syncs
-        assert (mode.sync_scope(accumulates_shards=False) is not SyncScope.NOWHERE) is reduces_whole
-        assert (mode.sync_scope(accumulates_shards=True) is not SyncScope.NOWHERE) is reduces_shards
-        assert (mode.sync_scope(accumulates_shards=True) is SyncScope.EVERYWHERE) is syncs
-
-
-def test_changes_last_for_a_block_and_what_is_not_named_stays() -> None:
-    mode = SyncMode(auto_sync=False, is_last_microbatch=True)
-    with mode.changed(defer_all=True):
-        assert mode == SyncMode(auto_sync=False, is_last_microbatch=True, defer_all=True)
-        with suppress(KeyError), mode.changed(auto_sync=True, is_last_microbatch=False, defer_all=False):
-            assert mode == SyncMode(auto_sync=True, is_last_microbatch=False, defer_all=False)
-            raise KeyError
-        assert mode.defer_all
-    assert mode == SyncMode(auto_sync=False, is_last_microbatch=True, defer_all=False)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (Residence.SHARDED, Residence.READY),
-        (Residence.SHARDED, Residence.SHARDED),
-        (Residence.UNSHARDING, Residence.UNSHARDING),
-        (Residence.READY, Residence.UNSHARDING),
-    ],
-)
-def test_an_illegal_transition_of_a_unit_names_it(before: Residence, after: Residence) -> None:
-    unit = _UnitState(3, before)
-    with pytest.raises(ScheduleError, match=f"unit 3 is {before.value} and cannot become {after.value}"):
-        unit.become(after)
-    assert unit.residence is before

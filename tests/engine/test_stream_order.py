@@ -173,7 +173,7 @@ def saved(in_background: bool, run: Run) -> None:
         shutil.rmtree(folder[0])
 
 
-BF16, FP32 = tower_case(), tower_case(torch.float32)
+BF16 = tower_case()
 ODD, ORDERED, FRAGILE = MODEL_CASES["odd_shapes"], vector_case(Ordered), recovery.FAILING
 SCRIPTS: Mapping[str, Scenario] = {
     "plain": Scenario(usage.train_and_accumulate, BF16),

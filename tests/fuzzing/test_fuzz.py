@@ -16,7 +16,7 @@ FOUND = [5093, 9043, 7000161]
 
 
 @pytest.mark.full(short=["5093"])
-@pytest.mark.parametrize("seed", [*range(8), *FOUND])
+@pytest.mark.parametrize("seed", [*range(4), *FOUND])
 def test_a_random_case_equals_one_process(run_ranks: RunRanks, seed: int) -> None:
     case = draw_case(seed)
     told = judge(case, run_ranks(case.mesh.num_ranks, play_on_rank, case))
@@ -24,7 +24,7 @@ def test_a_random_case_equals_one_process(run_ranks: RunRanks, seed: int) -> Non
 
 
 @pytest.mark.full(short=["6"])
-@pytest.mark.parametrize("seed", [*range(4, 8), 7100020])
+@pytest.mark.parametrize("seed", [5, 6, 7100020])
 def test_a_random_case_in_buckets_equals_one_process(run_ranks: RunRanks, seed: int) -> None:
     case = draw_bucket_case(seed)
     told = judge(case, run_ranks(case.mesh.num_ranks, play_buckets_on_rank, case))

@@ -11,7 +11,6 @@ from megatron_fsdp import fully_shard
 from megatron_fsdp.sharding.units import find_units, refine_units
 from tests.conftest import RunRanks
 from tests.support.case import Run, Scenario, Setting, check_strategies
-from tests.support.on_ranks import on_ranks
 from tests.support.zoo import (
     FLOOR_NUMEL,
     ROOT_NUMEL,
@@ -139,19 +138,3 @@ def test_two_modules_are_gathered_in_place_of_two_units(run_ranks: RunRanks) -> 
     fine = run_ranks(2, gathered_bytes, {"enable_fine_grained_param_gather": True})
     assert coarse == [4 * (ROOT_NUMEL + 2 * FLOOR_NUMEL)] * 2
     assert fine == [4 * (ROOT_NUMEL + FLOOR_NUMEL)] * 2  # a floor has two modules of equal size
-
-
-@on_ranks(2)
-def test_submodules_of_units_may_be_called_on_their_own() -> None:
-    """The same submodule of a unit, called by itself: sharded and not."""
-    torch.manual_seed(0)
-    model = Ordered()
-    x = torch.ones(2, 6)
-    plain = model.layers[1].up(x).sum().item()  # type: ignore[union-attr, operator]
-    wrapped, _ = fully_shard(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        fsdp_unit_modules=[Layer],
-        enable_fine_grained_param_gather=True,
-    )
-    assert wrapped.module.layers[1].up(x).sum().item() == plain

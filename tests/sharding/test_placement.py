@@ -1,4 +1,4 @@
-"""Strategies by number and name, and the placement table."""
+"""Strategies by number and name, and what each rank holds of a flat buffer."""
 
 import itertools
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Placement, Region, held_region, placements_for, shard_count
 
-R, P, S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
+R, S = Placement.REPLICATE, Placement.SHARD
 NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS = ShardingStrategy
 
 
@@ -29,27 +29,6 @@ def test_anything_else_is_refused_and_both_spellings_are_listed(given: object) -
         f"outer_dp_sharding_strategy={given!r} is not a sharding strategy; give one of "
         '0 or "no_shard", 1 or "optim", 2 or "optim_grads", 3 or "optim_grads_params".'
     )
-
-
-TABLE: dict[tuple[ShardingStrategy, ...], tuple[str, str, str, str]] = {
-    (NO_SHARD,): ("R", "P", "R", "R"),
-    (OPTIM,): ("R", "P", "S", "S"),
-    (OPTIM_GRADS,): ("R", "S", "S", "S"),
-    (OPTIM_GRADS_PARAMS,): ("S", "S", "S", "S"),
-    (NO_SHARD, NO_SHARD): ("RR", "PP", "RR", "RR"),
-    (OPTIM_GRADS_PARAMS, NO_SHARD): ("RS", "PS", "RS", "RS"),
-    (OPTIM, OPTIM): ("RR", "PP", "SS", "SS"),
-    (OPTIM_GRADS, OPTIM): ("RR", "PS", "SS", "SS"),
-    (OPTIM_GRADS_PARAMS, OPTIM): ("RS", "PS", "SS", "SS"),
-}
-"""Strategies inside and outside; compute weight, accumulated gradient, main gradient and main weight, outer first."""
-
-
-@pytest.mark.parametrize(("strategies", "letters"), TABLE.items())
-def test_each_strategy_places_each_buffer(strategies: tuple[ShardingStrategy, ...], letters: tuple[str, ...]) -> None:
-    expected = (tuple({"R": R, "P": P, "S": S}[letter] for letter in each) for each in letters)
-    found = placements_for(*strategies)
-    assert (found.compute_weight, found.accumulated_grad, found.main_grad, found.main_weight) == tuple(expected)
 
 
 def test_what_cannot_be_sharded_over_the_outer_axis_is_refused() -> None:

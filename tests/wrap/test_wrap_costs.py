@@ -1,7 +1,6 @@
 """What wrapping a model costs, in counts: few collectives, whatever the model's size, and equal blocks planned once."""
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,8 +12,6 @@ from torch.distributed import distributed_c10d
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.engine import group_plan
-from megatron_fsdp.engine.group_plan import ModelSharding, plan_groups
-from megatron_fsdp.sharding.units import find_units
 from tests.support.on_ranks import engine_of, on_ranks
 
 pytestmark = pytest.mark.unmerged
@@ -98,22 +95,3 @@ def test_equal_blocks_have_one_layout_and_the_same_descriptions() -> None:
         assert [param.to_local().shape for param in block.sharded] == shapes
     descriptions = {id(shard_spec.description) for group in (root, first) for shard_spec in group.shard_specs}
     assert len(descriptions) == len(root.shard_specs) + len(first.shard_specs)  # each parameter its own
-
-
-@on_ranks(2)
-def test_only_groups_that_are_alike_share_a_layout() -> None:
-    (plan, *_) = engine_of(wrap(build(2))).units[1].group_plans
-    assert plan.sharding is not None
-    experts = replace(plan.sharding, rank_mesh=replace(plan.rank_mesh, is_expert=True))
-    sharding = ModelSharding(plan.sharding, experts)
-    model = nn.ModuleDict({name: nn.ModuleList(Block() for _ in range(4)) for name in ("blocks", "experts")})
-    model["blocks"][2].requires_grad_(False)
-    model["blocks"][3].norm = nn.Identity()
-    units = find_units(model, [Block])
-    planned = plan_groups(model, units, sharding, None)
-    groups = [group for unit in planned for group in unit]
-    names = [tuple(info.name for info in group.spec.parameters) for group in groups]
-    assert names == [unit.parameters for unit in units.units[1:]]
-    first, second, frozen, shorter, *experts = (id(group.layout) for group in groups)
-    assert first == second
-    assert len({first, frozen, shorter, *experts}) == 4
