@@ -94,20 +94,8 @@ def test_steps_write_the_same_gradients_and_send_from_the_same_addresses(name: s
     same_on_ranks([(name, places) for name, _, places in traces[1]])
 
 
-@pytest.mark.parametrize("strategy", [1, 3])
 @on_ranks(2)
-def test_results_are_those_without_the_mode(strategy: int) -> None:
-    found = []
-    for mode in (True, False):
-        model, optimizer = shard(zero_dp_strategy=strategy, cuda_graph_mode=mode)
-        losses = [step(model, optimizer, batch(seed), microbatches=2) for seed in range(3)]
-        found.append([*losses, *weights_of(model)])
-    assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize("strategy", [1, 3])
-@on_ranks(2)
-def test_units_that_torch_compiles_find_their_weights_at_the_same_addresses(strategy: int) -> None:
+def test_units_that_torch_compiles_find_their_weights_at_the_same_addresses() -> None:
     """A graph of one unit, such as those of `backend="cudagraphs"`, reads its weights where it was captured."""
     found: list[list[int]] = []
 
@@ -121,14 +109,14 @@ def test_units_that_torch_compiles_find_their_weights_at_the_same_addresses(stra
     torch._dynamo.reset()
     # The compiler looks at `.grad` of every input, which torch itself warns of.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    model, optimizer = shard(zero_dp_strategy=strategy, backend=aot_autograd(fw_compiler=recording))
+    model, optimizer = shard(backend=aot_autograd(fw_compiler=recording))
     losses = []
     for seed in range(4):
         found.append([])
         losses.append(step(model, optimizer, batch(seed), microbatches=2))
     assert len(found[1]) >= 3 * 2 * (2 + 2)  # of three units, two microbatches: two in forward, two in backward
     assert found[1] == found[2] == found[3]
-    plain, optimizer = shard(zero_dp_strategy=strategy)
+    plain, optimizer = shard(cuda_graph_mode=False)
     assert torch.equal(torch.stack(losses), torch.stack([step(plain, optimizer, batch(n), 2) for n in range(4)]))
 
 

@@ -126,18 +126,15 @@ def check(
 
 JOBS = [
     job(),
-    job(strategy=2),
-    job(auto_sync=False),
-    job("tied", auto_sync=False),
     job("unused", strategy=2, auto_sync=False),
-    job(fsdp_unit_modules=()),
-    job(strategy=1, auto_sync=False),
+    job("odd_shapes", fsdp_unit_modules=()),
+    job("scalars", strategy=1, auto_sync=False),
     job("tied", strategy=0, auto_sync=False),
 ]
 
 
 @pytest.mark.full(short=["3"])
-@pytest.mark.parametrize("num_ranks", [1, 3, 6])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_ranks_have_the_bits_of_one_process(run_ranks: RunRanks, num_ranks: int) -> None:
     check(run_ranks, num_ranks, JOBS)
 
@@ -156,22 +153,19 @@ def test_low_precision_has_the_bits_of_one_rank(run_ranks: RunRanks) -> None:
 
 
 HYBRID = [
-    job(),
     job(outer=1),
     job("unused", strategy=2, auto_sync=False),
     job("odd_shapes", strategy=1, outer=1, auto_sync=False),
-    job("tied", strategy=1),
     job("scalars", outer=1, auto_sync=False),
-    job("partly_frozen", auto_sync=False),
     job("odd_shapes", strategy=0),
-    job(outer=1, fsdp_unit_modules=(), report_nan_in_param_grad=True),
+    job("odd_shapes", outer=1, fsdp_unit_modules=(), report_nan_in_param_grad=True),
 ]
 
 
 @pytest.mark.full(short=["(2, 2)"])
-@pytest.mark.parametrize("mesh", [(1, 2), (3, 1), (2, 2), (2, 3)], ids=str)
+@pytest.mark.parametrize("mesh", [(3, 1), (2, 2)], ids=str)
 def test_hybrid_meshes_have_the_bits_of_one_process(run_ranks: RunRanks, mesh: tuple[int, int]) -> None:
-    """With HSDP and HFSDP, in every factorisation."""
+    """With HSDP and HFSDP."""
     check(run_ranks, mesh[0] * mesh[1], arranged(HYBRID, hybrid(*mesh)))
 
 
@@ -192,7 +186,7 @@ def go_on(folder: str, strategy: int) -> Recording:
 
 
 @pytest.mark.full(short=["(2, 3)"])
-@pytest.mark.parametrize("others", [(2, 3), (4, 0), (1, 1)], ids=str)
+@pytest.mark.parametrize("others", [(2, 3), (4, 0)], ids=str)
 def test_a_run_goes_on_with_other_ranks_and_another_strategy(
     run_ranks: RunRanks, tmp_path: Path, others: tuple[int, int]
 ) -> None:

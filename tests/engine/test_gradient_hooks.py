@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import MegatronFSDP, fully_shard_model
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
 from tests.support.api_net import backward, batches, build, largest_difference, wrap
@@ -62,20 +62,6 @@ def test_hooks_on_sharded_parameters_run_once_per_sync_in_order(strategy: int, d
     backward(model, next(batches(1, 2)))
     model.finish_grad_sync()  # brings nothing new
     assert len(order) == 4 * len(names)
-
-
-@on_ranks(2)
-def test_without_auto_sync_hooks_wait_for_the_sync() -> None:
-    model = wrap(2, sync_model_each_microbatch=False)
-    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    calls: list[int] = []
-    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: calls.append(1))
-    for batch in batches(2):
-        backward(model, batch)
-    assert calls == []
-    for _ in range(2):
-        optimizer.step()
-        assert calls == [1]
 
 
 @on_ranks(2)
@@ -219,7 +205,7 @@ def test_post_accumulate_hooks_from_before_sharding_see_the_reduced_gradient(str
 # ---- gradients that are asked for by name ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+@pytest.mark.parametrize("strategy", [1, 3])
 @on_ranks(2)
 def test_asked_for_by_a_sharded_parameter_autograd_gives_this_ranks_gradient(strategy: int) -> None:
     x = torch.arange(8.0).view(2, 4) + dist.get_rank()
