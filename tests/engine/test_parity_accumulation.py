@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.support.case import (
     Setting,
     check_strategies,
     defer_two_of_three,
+    each_half,
 )
 from tests.support.zoo import MODEL_CASES
 
@@ -167,36 +169,37 @@ def scale_all(run: Run) -> None:
 # ---- one optimizer ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        defer_two_of_three,
-        defer_on_top_of_visible_gradients,
-        defer_forwards_only_half_way,
-        say_which_is_last,
-        clear_one_parameter,
-        scale_between_microbatches,
-        replace_between_microbatches,
-        scale_below_unreduced_gradients,
-        scale_all,
-    ],
+@each_half(
+    EVERY_WAY,
+    defer_two_of_three,
+    defer_on_top_of_visible_gradients,
+    defer_forwards_only_half_way,
+    say_which_is_last,
+    clear_one_parameter,
+    scale_between_microbatches,
+    replace_between_microbatches,
+    scale_below_unreduced_gradients,
+    scale_all,
 )
 def test_what_is_deferred_cleared_and_scaled_equals_one_process(
-    run_ranks: RunRanks, script: Callable[[Run], None]
+    run_ranks: RunRanks, script: Callable[[Run], None], settings: Sequence[Any]
 ) -> None:
-    check_strategies(run_ranks, 2, Scenario(script, UNUSED), EVERY_WAY)
+    check_strategies(run_ranks, 2, Scenario(script, UNUSED), settings)
 
 
-@pytest.mark.parametrize(
-    "clear", [zero_optimizer, zero_model, zero_optimizer_in_place, zero_model_in_place, none_by_hand]
-)
+CLEARS = (zero_optimizer, zero_model, zero_optimizer_in_place, zero_model_in_place, none_by_hand)
+
+
+@pytest.mark.parametrize("clear", CLEARS)
 def test_every_way_to_clear_gradients_clears_them(run_ranks: RunRanks, clear: Clear) -> None:
-    check_strategies(run_ranks, 2, Scenario(partial(clear_and_go_on, clear=clear), UNUSED), SOME)
+    settings = SOME[CLEARS.index(clear) % 2 :: 2]
+    check_strategies(run_ranks, 2, Scenario(partial(clear_and_go_on, clear=clear), UNUSED), settings)
 
 
-@pytest.mark.parametrize("clear", [zero_optimizer, zero_model, zero_optimizer_in_place])
+@pytest.mark.parametrize("clear", CLEARS[:3])
 def test_clearing_forgets_what_was_deferred(run_ranks: RunRanks, clear: Clear) -> None:
-    check_strategies(run_ranks, 2, Scenario(partial(clear_deferred, clear=clear), ODD), SOME)
+    settings = SOME[CLEARS.index(clear) % 2 :: 2]
+    check_strategies(run_ranks, 2, Scenario(partial(clear_deferred, clear=clear), ODD), settings)
 
 
 def test_clearing_forgets_what_was_reduced_but_not_shown(run_ranks: RunRanks) -> None:

@@ -2,11 +2,9 @@
 
 import math
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -20,9 +18,6 @@ from tests.support.zoo import MODEL_CASES, ScalarBlock
 
 SMALL = 0.05
 """A norm that every gradient exceeds."""
-
-WAYS = [(False, 1.0), (False, 2.0), (True, 1.0), (False, math.inf), (True, 2.0), (True, 3.5), (True, math.inf)]
-"""By the model or by torch, and p."""
 
 
 def clip(run: Run, max_norm: float, norm_type: float, by_model: bool) -> torch.Tensor:
@@ -42,15 +37,15 @@ def clip_in_turn(norm_type: float, by_model: bool, run: Run) -> None:
 @pytest.mark.full(short=["2-False-2.0", "2-True-3.5", "3-True-inf"])
 @pytest.mark.parametrize(
     ("num_ranks", "by_model", "norm_type"),
-    [(2, False, 2.0), (2, True, 3.5), (3, False, 1.0), (3, True, math.inf), (3, True, 2.0), (2, False, math.inf)],
+    [(2, False, 2.0), (2, True, 3.5), (3, False, 1.0), (3, True, math.inf)],
 )
 def test_clipping_equals_one_process(run_ranks: RunRanks, num_ranks: int, by_model: bool, norm_type: float) -> None:
     """On 3 ranks some hold nothing of 2-row matrices and of scalars, and take part in the norm all the same."""
     script, settings = partial(clip_in_turn, norm_type, by_model), (Setting(0), Setting(3), REPLICATED, IN_TURN)
     if num_ranks == 2:
         check_strategies(run_ranks, 2, Scenario(script, MODEL_CASES["transformer"]), (Setting(1), Setting(2)))
-    for name in ("unused",) if num_ranks == 2 else ("odd_shapes", "scalars"):
-        check_strategies(run_ranks, num_ranks, Scenario(script, MODEL_CASES[name]), settings)
+    for turn, name in enumerate(("unused", "scalars") if num_ranks == 2 else ("odd_shapes", "scalars")):
+        check_strategies(run_ranks, num_ranks, Scenario(script, MODEL_CASES[name]), settings[turn::2])
 
 
 def clip_between_microbatches(run: Run) -> None:
@@ -63,7 +58,7 @@ def clip_between_microbatches(run: Run) -> None:
 
 def test_backward_adds_to_clipped_gradients(run_ranks: RunRanks) -> None:
     scenario = Scenario(clip_between_microbatches, MODEL_CASES["odd_shapes"])
-    check_strategies(run_ranks, 2, scenario, [Setting(strategy) for strategy in range(4)])
+    check_strategies(run_ranks, 2, scenario, [Setting(strategy) for strategy in (1, 2)])
 
 
 def scale_and_clip(run: Run) -> None:
@@ -82,7 +77,7 @@ def scale_and_clip(run: Run) -> None:
 
 def test_scaling_reaches_visible_and_deferred_gradients(run_ranks: RunRanks) -> None:
     scenario = Scenario(scale_and_clip, MODEL_CASES["unused"])
-    check_strategies(run_ranks, 3, scenario, [Setting(strategy) for strategy in range(4)])
+    check_strategies(run_ranks, 3, scenario, [Setting(strategy) for strategy in (0, 3)])
 
 
 @pytest.mark.parametrize("strategy", [0, 3])
@@ -109,28 +104,6 @@ def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(strategy: int) ->
 
 
 # ---- what is scaled --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("relative_limit", "poison", "factor"), [(2.0, 1.0, 1.0), (0.999, 1.0, 0.999), (2.0, math.nan, math.nan)]
-)
-@on_ranks(2)
-def test_gradients_are_scaled_where_their_norm_is_too_large_or_nan(
-    relative_limit: float, poison: float, factor: float
-) -> None:
-    """Clipped to some multiple of their norm; small ones are left alone, and NaN on one rank scales those of all."""
-    model = wrap()
-    backward(model, next(batches(1)))
-    norm = model.clip_grad_norm_(math.inf).item()
-    locals_ = [local for param in model.parameters() if (local := param.grad.to_local()).numel()]  # type: ignore[union-attr]
-    if dist.get_rank() == 0:
-        locals_[0].mul_(poison)
-    before = [local.clone() for local in locals_]
-    with mock.patch.object(torch, "_foreach_mul_", wraps=torch._foreach_mul_) as multiply:
-        model.clip_grad_norm_(norm * relative_limit)
-    factors = [(local / old).flatten()[0].item() for local, old in zip(locals_, before, strict=True)]
-    assert factors == pytest.approx([factor] * len(factors), rel=1e-4, nan_ok=True)
-    assert multiply.called == (factor != 1.0)
 
 
 @pytest.mark.parametrize("strategy", [0, 3])

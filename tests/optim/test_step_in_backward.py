@@ -277,6 +277,7 @@ def stepped_all(model: Any) -> Iterator[Callable[[], None]]:
         yield lambda: None if stepped.wait(60) else pytest.fail("some parameters are not stepped in backward")
 
 
+@pytest.mark.full(short=["clip", "torch's clip", "forward", "rate", "gradient"])
 @pytest.mark.parametrize("name", CHANGES)
 @on_ranks(2)
 def test_what_comes_too_late_is_refused(name: str) -> None:
