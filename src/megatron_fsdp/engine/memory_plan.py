@@ -191,11 +191,11 @@ class MemoryPlan:
 
 
 def plan_memory(
-    options: MemoryOptions, reduces_early: bool, units: Sequence[GroupPlans], held: Collection[int] = ()
+    options: MemoryOptions, reduces_early: bool, units: Sequence[GroupPlans], kept: Collection[int] = ()
 ) -> MemoryPlan:
     """Plan memory and schedule from the caller's options and the groups of a model; allocates nothing.
 
-    `held`: units that stay gathered from their forward to the end of the backward.
+    `kept`: units that are not resharded after their forward.
     """
     forward, backward = options.forward_prefetch_units, options.backward_prefetch_units
     slots, buckets = options.slots, _BUCKETS
@@ -222,7 +222,7 @@ def plan_memory(
         backward_prefetch_units=backward,
         reduces_early=reduces_early,
         resized=resized,
-        without_slot=frozenset(weights.units_in(WeightStorage.OWN)).union(held, whole) - {ROOT_UNIT},
+        without_slot=frozenset(weights.units_in(WeightStorage.OWN)).union(kept, whole) - {ROOT_UNIT},
         resharded_after_backward=resized,
         resharded_before_step=frozenset(
             unit

@@ -444,14 +444,14 @@ class Scheduler:
             self._slots += [_SlotState() for _ in range(slots - len(self._slots))]
         self.config = replace(self.config, slots=slots, forward_prefetch_units=depth, backward_prefetch_units=depth)
 
-    def keep_gathered(self, unit: int, after_forward: bool, after_backward: bool) -> None:
-        """Keep a unit with memory of its own gathered after its forward, or after a backward, or not."""
+    def set_reshard(self, unit: int, after_forward: bool, after_backward: bool) -> None:
+        """Reshard a unit with memory of its own after its forward, and after a backward, or leave it unsharded."""
         one, config = frozenset({unit}), self.config
         if unit in config.resized:
             at_end, free = config.resharded_after_backward, config.without_slot
-            at_end = at_end - one if after_backward else at_end | one
+            at_end = at_end | one if after_backward else at_end - one
             if unit != ROOT_UNIT:  # the root's door reshards it after its forward
-                free = free | one if after_forward else free - one
+                free = free - one if after_forward else free | one
             self.config = replace(config, resharded_after_backward=at_end, without_slot=free)
 
     def set_trainable(self, units: Sequence[Sequence[bool]]) -> None:

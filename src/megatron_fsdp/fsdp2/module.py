@@ -69,13 +69,13 @@ class ShardedModule(FSDPModule):
             )
         for state in self._states(recurse):
             state.settings.reshard_after_forward = reshard_after_forward
-            state.keep_gathered()
+            state.set_reshard()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free full parameters after a backward, or keep them until the weights change or a slot is short."""
         for state in self._states(recurse):
             state.settings.reshard_after_backward = reshard_after_backward
-            state.keep_gathered()
+            state.set_reshard()
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Check the modules, and ignore the hint: units are gathered ahead in the order of the last pass."""

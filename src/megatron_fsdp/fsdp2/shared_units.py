@@ -61,13 +61,13 @@ class SharedUnits:
         """The engine; None before the first forward, and after it was deleted."""
         return self.units[0].engine
 
-    def keep_gathered(self) -> None:
-        """Set in the scheduler after which passes the units stay gathered: where one of the calls asks for it."""
+    def set_reshard(self) -> None:
+        """Hand the resharding of the units to the scheduler: after each pass, unless one of the calls is against it."""
         if (engine := self.engine) is not None:
-            after_forward = any(each.reshard_after_forward is False for each in self.settings)
-            after_backward = not all(each.reshard_after_backward for each in self.settings)
+            after_forward = all(each.reshard_after_forward is not False for each in self.settings)
+            after_backward = all(each.reshard_after_backward for each in self.settings)
             for unit in self.units:
-                engine.scheduler.keep_gathered(unit.index, after_forward, after_backward)
+                engine.scheduler.set_reshard(unit.index, after_forward, after_backward)
 
     def apply(self) -> None:
         """Have the settings that change gradients take effect, once those of all calls agree."""

@@ -219,7 +219,7 @@ class ShardState:
         if vars(fsdp)["fully_shard"] is not torch_fully_shard:
             engine.config_notes = (INSTALLED,)
         for each in shared:
-            each.keep_gathered()
+            each.set_reshard()
             for end in each.units[1:]:
                 end.set_error_owner(_END_REMEDY)
         check_before_passes(engine, merged)
@@ -317,10 +317,10 @@ class ShardState:
         if self.shared is not None:
             self.shared.apply()
 
-    def keep_gathered(self) -> None:
-        """Set in the scheduler after which passes the units stay gathered."""
+    def set_reshard(self) -> None:
+        """Hand the resharding of the units to the scheduler."""
         if self.shared is not None:
-            self.shared.keep_gathered()
+            self.shared.set_reshard()
 
     def _reshard_root(self, *_unused: Any) -> None:
         if self.settings.reshard_after_forward:
@@ -473,7 +473,7 @@ def cut_into_buffers(states: Sequence[ShardState]) -> SharedUnits:
         for each in params:
             each.set(objects.get(id(each.held), each.held))
         raise
-    unit.stays_gathered = first.settings.reshard_after_forward is False
+    unit.reshard_after_forward = first.settings.reshard_after_forward is not False
     found = SharedUnits((unit, *ends), [state.settings for state in states], mode, divisor)
     group_and_index = {key: at for each in found.units for key, at in each.group_and_index.items()}
     for key, grad in grads.items():

@@ -226,8 +226,8 @@ def finish(
     """
     if options.skip_order is not None:
         words = replace(words, join=MEETING)
-    held = [unit.index for unit in units if unit.stays_gathered]
-    plan = plan_memory(options.memory, options.reduces_early, [unit.group_plans for unit in units], held)
+    kept = [unit.index for unit in units if not unit.reshard_after_forward]
+    plan = plan_memory(options.memory, options.reduces_early, [unit.group_plans for unit in units], kept)
     user_buffers = _user_buffers(plan, ranks, options)
     pool = CommunicationPool(ranks.device, plan.pool, None if user_buffers is None else user_buffers.allocate)
     for number, group in enumerate(group for unit in units for group in unit.groups):
