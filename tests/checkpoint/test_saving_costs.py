@@ -17,7 +17,7 @@ from megatron_fsdp.checkpoint.manifest import BLOCK
 from tests.support.counting import LiveBytes
 from tests.support.on_ranks import on_ranks
 
-SAVE_COLLECTIVES, LOAD_COLLECTIVES = 20, 8
+SAVE_COLLECTIVES, LOAD_COLLECTIVES = 21, 8
 SAVE_FILES_OF_RANK, SAVE_FILES_OF_FIRST = 1, 4  # data; manifest, metadata and the pointer
 SMALL, LARGE = 16, 256
 BLOCK_BYTES = 2 * 8 * BLOCK  # the integers of a block of elements, and their weights

@@ -12,15 +12,21 @@ import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    DEFAULT_SUFFIX,
+    FileSystemWriter,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -37,16 +43,18 @@ from torch.futures import Future
 
 from megatron_fsdp.checkpoint import manifest
 from megatron_fsdp.checkpoint.archive import load_object, write_archive
+from megatron_fsdp.checkpoint.folder import METADATA
 from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal, checksum_box, combine
 from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.checkpoint.report import in_short
+from megatron_fsdp.checkpoint.save_plan import BitPlan, Layouts, PlannedMetadata, Written
 from megatron_fsdp.checkpoint.store import FileOps
 from megatron_fsdp.comm.agreement import by_value, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, text_of
 from megatron_fsdp.package_info import __version__
 from megatron_fsdp.sharding.shards import Box
 
-_SEAL = MetadataIndex("\0seal")
+SEAL = MetadataIndex("\0seal")
 
 KeyPath = tuple[str | int, ...]
 """The place of an entry in the nested state dict: names in dicts and indices in lists (torch's `planner_data`)."""
@@ -65,8 +73,9 @@ class SealingPlanner(DefaultSavePlanner):
     A state of sources has the keys of `paths`. Entries of several ranks are taken from the first of them.
     """
 
-    def __init__(self, paths: Mapping[str, KeyPath] | None = None) -> None:
+    def __init__(self, paths: Mapping[str, KeyPath] | None = None, layouts: Layouts | None = None) -> None:
         super().__init__(dedup_save_to_lowest_rank=paths is not None)
+        self.layouts = layouts  # of all tensors, if every rank knows them
         self.sums: dict[str, int] = {}  # over the chunks of each tensor that this rank writes
         self.digests: dict[str, str] = {}  # SHA-256 of each object
         self._paths = paths
@@ -83,10 +92,44 @@ class SealingPlanner(DefaultSavePlanner):
         self.state_dict, self.is_coordinator = leaves, is_coordinator
         self.mappings = dict(paths if self._paths is None else self._paths)
 
+    def create_local_plan(self) -> SavePlan:
+        """Plan all that this rank could write; of tensors that every rank knows, a bit is sent."""
+        plan = super().create_local_plan()
+        if self.layouts is None:
+            return plan
+        known = self.layouts.keys
+        self._own: dict[str, list[WriteItem]] = {key: [] for key in known}
+        for item in plan.items:
+            if item.index.fqn in known:
+                self._own[item.index.fqn].append(item)
+        objects = [item for item in plan.items if item.index.fqn not in known]
+        paths = {item.index.fqn: self.mappings[item.index.fqn] for item in objects}
+        bits = self.layouts.bits_of({key for key, items in self._own.items() if items})
+        return BitPlan(objects, planner_data=paths, bits=bits)
+
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Merge the plans of all ranks, with the paths of every rank's keys."""
         _require_alike(all_plans)
-        return super().create_global_plan(all_plans)
+        paths: dict[str, KeyPath] = {}
+        for plan in reversed(all_plans):
+            paths |= plan.planner_data
+        # torch looks up each key in the paths of one rank after another, so those of the first are those of all.
+        given = [replace(plan, planner_data={} if number else paths) for number, plan in enumerate(all_plans)]
+        plans, metadata = super().create_global_plan(given)
+        if self.layouts is None:
+            return plans, metadata
+        assignment = self.layouts.assign([plan.bits for plan in all_plans if isinstance(plan, BitPlan)])
+        plans = [BitPlan(plan.items, bits=bits) for plan, bits in zip(plans, assignment.bits, strict=True)]
+        planned = PlannedMetadata(metadata.state_dict_metadata, metadata.planner_data)
+        planned.assignment = assignment
+        return plans, planned
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Add the tensors that this rank writes."""
+        if self.layouts is not None and isinstance(new_plan, BitPlan):
+            items = [item for key in self.layouts.keys_of(new_plan.bits) for item in self._own[key]]
+            new_plan = replace(new_plan, items=[*new_plan.items, *items])
+        return super().finish_plan(new_plan)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the data of one item; a source is read now."""
@@ -157,24 +200,57 @@ class SealingWriter(FileSystemWriter):
                         self._progress(written)
                 stream.flush()
                 os.fsync(stream.fileno())
-        seal = (planner.sums, planner.digests)  # type: ignore[attr-defined]
+        assert isinstance(planner, SealingPlanner)
+        seal: Any = (planner.sums, planner.digests)
+        if planner.layouts is not None:
+            seal = (_written(results, planner), planner.digests)
+            results = [found for found in results if found.index.fqn not in planner.layouts.keys]
         done: Future[list[WriteResult]] = Future()
-        done.set_result([*results, WriteResult(_SEAL, 0, seal)])
+        done.set_result([*results, WriteResult(SEAL, 0, seal)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest on one rank, then the metadata, whose presence marks a whole checkpoint."""
-        seals: Any = [found.storage_data for of_rank in results for found in of_rank if found.index == _SEAL]
-        written = [[found for found in of_rank if found.index != _SEAL] for of_rank in results]
+        seals: Any = [found.storage_data for of_rank in results for found in of_rank if found.index == SEAL]
+        written = [[found for found in of_rank if found.index != SEAL] for of_rank in results]
+        if isinstance(metadata, PlannedMetadata):
+            of_tensors = [found for found, _ in seals]
+            known = zip(metadata.assignment.layouts.tensors, metadata.assignment.totals(of_tensors), strict=True)
+            tensors = {
+                each.key: TensorSeal(each.shape, str(each.properties.dtype), f"{total:016x}") for each, total in known
+            }
+            self._write_manifest(tensors, seals)
+            metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
+            metadata.storage_data = {found.index: found.storage_data for of_rank in written for found in of_rank}
+            names = [f"__{rank}_0{DEFAULT_SUFFIX}" for rank in range(len(seals))]
+            partial = Path(self.path) / f"{METADATA}.tmp"
+            with partial.open("wb") as stream:
+                metadata.dump(names, metadata.assignment.places(of_tensors), stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            partial.rename(Path(self.path) / METADATA)
+            return
         tensors = {}
         for key, found in metadata.state_dict_metadata.items():
             if isinstance(found, TensorStorageMetadata):
                 total = combine(sums.get(key, 0) for sums, _ in seals)
                 tensors[key] = TensorSeal(tuple(found.size), str(found.properties.dtype), f"{total:016x}")
+        self._write_manifest(tensors, seals)
+        super().finish(metadata, written)
+
+    def _write_manifest(self, tensors: Mapping[str, TensorSeal], seals: Sequence[Any]) -> None:
         objects = {key: digest for _, digests in seals for key, digest in digests.items()}
         facts = {"megatron_fsdp": __version__, "torch": str(torch.__version__), "ranks": len(seals)}
         FileOps().write_file(Path(self.path) / manifest.FILE_NAME, Manifest(tensors, objects, facts).to_json())
-        super().finish(metadata, written)
+
+
+def _written(results: Sequence[WriteResult], planner: SealingPlanner) -> Written:
+    """Describe the tensors of this rank's file by numbers; the first rank knows their keys and boxes."""
+    assert planner.layouts is not None
+    found = [each for each in results if each.index.fqn in planner.layouts.keys]
+    sums = [planner.sums.pop(each.index.fqn, 0) for each in found]
+    lengths = np.array([each.size_in_bytes for each in found], np.int64)
+    return Written(found[0].storage_data.offset if found else 0, lengths, np.array(sums, np.uint64))
 
 
 def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -229,7 +305,8 @@ def write_state(
     """
     if group is None and not dist.is_initialized():
         _require_whole(state)
-    writer, planner = SealingWriter(folder, progress), SealingPlanner(paths)
+    layouts = Layouts.agreed(state, group) if paths is None and world_size_of(group) > 1 else None
+    writer, planner = SealingWriter(folder, progress), SealingPlanner(paths, layouts)
     try:
         if world_size_of(group) == 1:
             save_alone(state, storage_writer=writer, planner=planner)

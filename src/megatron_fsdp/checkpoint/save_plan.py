@@ -1,0 +1,382 @@
+"""The global plan of a save, computed by one rank from layouts that every rank knows.
+
+torch's planner gathers a description of every box of every rank. Where all ranks hold the same tensors, cut over the
+same ranks, the boxes of all follow from the layouts of one: a rank sends one bit for each tensor that it could write,
+and gets one for each that it writes. The first rank keeps arrays, and writes the metadata from them piece by piece.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_fsdp.checkpoint.naming import flatten
+from megatron_fsdp.comm.agreement import gather_objects
+from megatron_fsdp.comm.axis import real_values
+from megatron_fsdp.dtensor.shard_spec import LocalChunks, no_write_items
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.errors import CheckpointError, ConfigurationError
+from megatron_fsdp.sharding.shards import ShardDescription
+
+Integers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor of the state, as every rank knows it."""
+
+    key: str
+    path: tuple[str | int, ...]  # its place in the nested state
+    shape: tuple[int, ...]
+    properties: TensorProperties
+    description: ShardDescription | None  # as the first rank has it; None: each rank holds the whole
+
+    def __repr__(self) -> str:
+        return f"{self.key} {self.path} {self.shape} {self.properties.dtype} {self.description}"
+
+
+@dataclass(frozen=True)
+class BitPlan(SavePlan):
+    """A plan whose `items` are only those of objects; of tensors it has one bit each, in the order of the layouts."""
+
+    bits: bytes = b""
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """The boxes of one tensor on all ranks. Each row of boxes is held by some ranks alike."""
+
+    offsets: Integers  # (boxes, dimensions)
+    lengths: Integers  # (boxes, dimensions)
+    row: Integers  # (boxes,), those of a row follow each other
+    holders: Integers  # (rows, ranks that hold the row)
+
+    @functools.cached_property
+    def numel(self) -> Integers:
+        """Elements of each row."""
+        found = np.zeros(len(self.holders), np.int64)
+        np.add.at(found, self.row, self.lengths.prod(axis=1))
+        return found
+
+
+class Layouts:
+    """All tensors of a state that has the same ones on every rank."""
+
+    def __init__(self, tensors: Sequence[SavedTensor], num_ranks: int) -> None:
+        self.tensors, self.num_ranks = tuple(tensors), num_ranks
+        self.keys = {tensor.key: index for index, tensor in enumerate(self.tensors)}
+
+    @classmethod
+    def agreed(cls, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> Layouts | None:
+        """Return the layouts of a nested state if they are the same on every rank, else None; collective."""
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        try:
+            tensors = _tensors_of(*flatten(state), ranks)
+        except ConfigurationError:  # the planner raises it, on all ranks
+            tensors = None
+        digest = None if tensors is None else hashlib.sha256(repr(tensors).encode()).digest()
+        is_known = len(set(gather_objects(digest, group))) == 1 and tensors is not None
+        return cls(tensors, len(ranks)) if is_known and tensors is not None else None
+
+    def bits_of(self, keys: Any) -> bytes:
+        """Return a bit for each tensor, set if its key is one of these."""
+        return np.packbits([key in keys for key in self.keys]).tobytes()
+
+    def keys_of(self, bits: bytes) -> list[str]:
+        """Return the keys whose bits are set."""
+        flags = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(self.keys)).tolist()
+        return [key for key, flag in zip(self.keys, flags, strict=True) if flag]
+
+    def assign(self, bits: Sequence[bytes]) -> Assignment:
+        """Choose the rank that writes each row: of those that have it, the one with the fewest bytes so far."""
+        packed = np.frombuffer(b"".join(bits), np.uint8).reshape(self.num_ranks, -1)
+        has = np.unpackbits(packed, axis=1, count=len(self.tensors)).view(np.bool_)
+        writes, load = np.zeros_like(has), np.zeros(self.num_ranks, np.int64)
+        writers = []
+        for index, tensor in enumerate(self.tensors):
+            boxes = boxes_of(tensor.shape, tensor.description, self.num_ranks)
+            able = has[boxes.holders, index]
+            cost = np.where(able, load[boxes.holders], np.iinfo(np.int64).max)
+            writer = np.take_along_axis(boxes.holders, cost.argmin(axis=1)[:, None], axis=1)[:, 0]
+            used = np.unique(boxes.row)
+            if not able.any(axis=1)[used].all() or boxes.numel.sum() != math.prod(tensor.shape):
+                raise CheckpointError(f"{tensor.key} is not whole: no rank holds some of its elements")
+            load[writer[used]] += np.maximum(boxes.numel[used] * tensor.properties.dtype.itemsize, 1)
+            writes[writer[used], index] = True
+            writers.append(writer[boxes.row])
+        rows = np.packbits(writes, axis=1)
+        return Assignment(self, tuple(writers), tuple(row.tobytes() for row in rows))
+
+
+def _tensors_of(
+    leaves: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], ranks: Sequence[int]
+) -> list[SavedTensor] | None:
+    """Return the tensors of a state; None if some of them are not cut over all ranks by a layout of this library."""
+    found = []
+    covers: dict[int, bool] = {}  # whether a mesh has all ranks, in their order
+    for key, value in leaves.items():
+        if isinstance(value, UnevenDTensor):
+            mesh = value.shard_spec.mesh
+            if id(mesh) not in covers:
+                covers[id(mesh)] = _ranks_of(mesh) == list(ranks)
+            if not covers[id(mesh)]:
+                return None
+        if not isinstance(value, torch.Tensor):
+            if hasattr(value, "__create_write_items__"):
+                return None
+            continue
+        description = None
+        if isinstance(value, UnevenDTensor) and not value.shard_spec.is_whole:
+            spec, local = value.shard_spec, value._local_tensor
+            chunks = getattr(getattr(local, "__create_write_items__", None), "__self__", None)
+            is_ours = chunks is not None and chunks == LocalChunks.of_spec(local, spec)
+            if not is_ours or spec.problem is not None:
+                return None
+            first = (0,) * len(spec.description.use.sizes)
+            cuts = spec.description.other_cuts or (spec.description.cut,)
+            description = replace(spec.description, coordinate=first, cut=cuts[0])
+        elif not isinstance(value, UnevenDTensor) and (
+            hasattr(value, "__tensor_flatten__")  # a DTensor of torch, too
+            or value.layout is not torch.strided
+            or getattr(value, "__create_write_items__", no_write_items) is not no_write_items
+        ):
+            return None
+        shape = tuple(value.shape)
+        properties = TensorProperties.create_from_tensor(getattr(value, "_local_tensor", value))
+        found.append(SavedTensor(key, paths[key], shape, properties, description if math.prod(shape) else None))
+    return found
+
+
+@real_values()
+def _ranks_of(mesh: DeviceMesh) -> list[int]:
+    found: list[int] = mesh.mesh.flatten().tolist()
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def boxes_of(shape: tuple[int, ...], description: ShardDescription | None, num_ranks: int) -> Boxes:
+    """Compute the boxes of one tensor on all ranks; once for all tensors that are cut alike."""
+    everyone = np.arange(num_ranks)
+    if description is None:
+        whole = np.array([shape], np.int64).reshape(1, len(shape))
+        return Boxes(np.zeros_like(whole), whole, np.zeros(1, np.int64), everyone[None])
+    use = description.use
+    is_cut = description.tensor_cut is not None and use.tensor_dim is not None
+    dims = (*use.shard_dims, *([use.tensor_dim] if is_cut else []))
+    others = [dim for dim in range(len(use.sizes)) if dim not in dims]
+    held = list(itertools.product(range(use.num_shards), range(use.num_parts if is_cut else 1)))
+    holders = everyone.reshape(use.sizes).transpose(*dims, *others).reshape(len(held), -1)
+    found = [(row, box) for row, place in enumerate(held) for box in description.boxes(*place) if box.numel]
+    offsets = np.array([box.offsets for _, box in found], np.int64).reshape(len(found), len(shape))
+    lengths = np.array([box.lengths for _, box in found], np.int64).reshape(len(found), len(shape))
+    return Boxes(offsets, lengths, np.array([row for row, _ in found], np.int64), holders)
+
+
+# ---- the metadata ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Written:
+    """The tensors that one rank wrote, in the order of its file."""
+
+    first: int  # byte of the file at which the tensors begin
+    lengths: Integers  # bytes of each box
+    sums: npt.NDArray[np.uint64]  # the checksum of a tensor stands at its first box, and 0 at its others
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The rank that writes each box."""
+
+    layouts: Layouts
+    writers: tuple[Integers, ...]  # of each box of each tensor
+    bits: tuple[bytes, ...]  # of each rank, the tensors that it writes
+
+    def places(self, written: Sequence[Written]) -> Places:
+        """Compute where the boxes are in the files."""
+        counts = [len(each.lengths) for each in written]
+        start = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+        before = np.zeros(start[-1] + 1, np.int64)  # bytes of all boxes before each one
+        lengths = np.concatenate([each.lengths for each in written])
+        np.cumsum(lengths, out=before[1:])
+        first = np.array([each.first for each in written], np.int64) - before[start[:-1]]
+        return Places(self, start, lengths, before, first)
+
+    def indices(self, start: Integers) -> Iterator[Integers]:
+        """Yield, for each tensor, the positions of its boxes among those of all ranks, rank by rank."""
+        at = start[:-1].copy()
+        for writer in self.writers:
+            number = np.arange(len(writer))
+            is_first = np.concatenate(([True], writer[1:] != writer[:-1]))[: len(writer)]
+            yield at[writer] + number - np.maximum.accumulate(np.where(is_first, number, 0))
+            at += np.bincount(writer, minlength=len(at))
+        if not np.array_equal(at, start[1:]):
+            raise CheckpointError("ranks wrote other tensors than was planned; save again")
+
+    def totals(self, written: Sequence[Written]) -> list[int]:
+        """Return the checksum of each tensor."""
+        start = np.concatenate(([0], np.cumsum([len(each.sums) for each in written], dtype=np.int64)))
+        sums = np.concatenate([each.sums for each in written])
+        return [int(sums[index].sum(dtype=np.uint64)) for index in self.indices(start)]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the boxes of all ranks are in their files."""
+
+    assignment: Assignment
+    start: Integers  # number of the first box of each rank
+    lengths: Integers  # bytes of each box
+    before: Integers  # bytes of all boxes before it, on all ranks
+    first: Integers  # of each rank, what turns these bytes into an offset in its file
+
+    def of_tensors(self) -> Iterator[tuple[Integers, Integers]]:
+        """Yield offsets and lengths of the boxes of each tensor."""
+        for writer, index in zip(self.assignment.writers, self.assignment.indices(self.start), strict=True):
+            yield self.first[writer] + self.before[index], self.lengths[index]
+
+
+class PlannedMetadata(Metadata):
+    """The metadata of objects, and an assignment of tensors instead of theirs; other ranks get neither."""
+
+    assignment: Assignment
+
+    def __reduce__(self) -> tuple[type[Metadata], tuple[dict[str, Any]]]:
+        """Pickle as empty: torch sends the metadata of a finished save to all ranks, none of which reads them."""
+        return Metadata, ({},)
+
+    def dump(self, names: Sequence[str], places: Places, stream: IO[bytes]) -> None:
+        """Pickle all metadata, as those of torch would be; `names` are the ranks' files."""
+        tensors = self.assignment.layouts.tensors
+        boxes = [boxes_of(each.shape, each.description, len(names)) for each in tensors]
+        described = {
+            each.key: TensorStorageMetadata(each.properties, torch.Size(each.shape), _Chunks(found))  # type: ignore[arg-type]
+            for each, found in zip(tensors, boxes, strict=True)
+        }
+        rows = zip(tensors, boxes, self.assignment.writers, places.of_tensors(), strict=True)
+        storage: Any = _Storage(self.storage_data, names, ((each.key, *rest) for each, *rest in rows))
+        paths = {each.key: each.path for each in tensors} | (self.planner_data or {})
+        whole = Metadata({**self.state_dict_metadata, **described}, paths, storage, self.storage_meta, self.version)
+        _MetadataPickler(stream).dump(whole)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    boxes: Boxes
+
+
+@dataclass(frozen=True)
+class _Storage:
+    objects: Mapping[MetadataIndex, Any]
+    names: Sequence[str]
+    rows: Iterable[Any]  # key, boxes, writers, (offsets, lengths) of each tensor
+
+
+class _MetadataPickler(pickle._Pickler):
+    """A pickler that writes a table as the list of chunks, or the dict of places, that it stands for."""
+
+    memo: dict[int, Any]
+    save: Callable[[Any], None]
+    write: Callable[[bytes], object]
+    get: Callable[[int], bytes]
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(stream, protocol=3)  # from 4 on, what is written is collected in frames
+        self._chunks: dict[int, bytes] = {}
+
+    def save_chunks(self, found: _Chunks) -> None:
+        """Write a list of `ChunkStorageMetadata`."""
+        boxes = found.boxes
+        if id(boxes) not in self._chunks:  # of all tensors that are cut alike
+            fields = {"offsets": self._size(boxes.offsets), "sizes": self._size(boxes.lengths)}
+            self._chunks[id(boxes)] = _rows(len(boxes.offsets), self._object(ChunkStorageMetadata, fields))
+        self.write(pickle.EMPTY_LIST + pickle.MARK + self._chunks[id(boxes)] + pickle.APPENDS)
+
+    def save_storage(self, found: _Storage) -> None:
+        """Write a dict of `_StorageInfo` by `MetadataIndex`."""
+        self.save(dict(found.objects))
+        for name in found.names:
+            self._reference(name)
+        memo = np.array([self.memo[id(name)][0] for name in found.names], "<u4")
+        for key, boxes, writers, (offsets, lengths) in found.rows:
+            place = {"fqn": [self._reference(key)], "offset": self._size(boxes.offsets), "index": [pickle.NONE]}
+            file = [_column(pickle.LONG_BINGET, memo[writers])]
+            info = {"relative_path": file, "offset": [_integers(offsets)], "length": [_integers(lengths)]}
+            row = [*self._object(MetadataIndex, place), *self._object(_StorageInfo, info)]
+            self.write(pickle.MARK)
+            self.write(_rows(len(writers), row))
+            self.write(pickle.SETITEMS)
+
+    def _reference(self, value: Any) -> bytes:
+        """Return the operation that brings back a value, which is written first if it was not yet."""
+        if id(value) not in self.memo:
+            self.save(value)
+            self.write(pickle.POP)
+        return self.get(self.memo[id(value)][0])
+
+    def _size(self, values: Integers) -> list[Any]:
+        columns = [_integers(column) for column in values.T]
+        return [self._reference(torch.Size), pickle.MARK, *columns, pickle.TUPLE, pickle.TUPLE1, pickle.REDUCE]
+
+    def _object(self, kind: type, fields: Mapping[str, Sequence[Any]]) -> list[Any]:
+        parts = [part for name, value in fields.items() for part in (self._reference(_names[name]), *value)]
+        new = [self._reference(kind), pickle.EMPTY_TUPLE, pickle.NEWOBJ, pickle.EMPTY_DICT, pickle.MARK]
+        return [*new, *parts, pickle.SETITEMS, pickle.BUILD]
+
+    dispatch: ClassVar[dict[type, Any]] = {
+        **pickle._Pickler.dispatch,
+        _Chunks: save_chunks,
+        _Storage: save_storage,
+    }
+
+
+_names = {name: name for name in ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length")}
+"""One object for each name: a pickler recognises written objects by their identity."""
+
+
+def _integers(values: Integers) -> npt.NDArray[np.uint8]:
+    """Return the operations that load integers, one a row."""
+    if values.max(initial=0) < 1 << 31:
+        return _column(pickle.BININT, values.astype("<i4"))
+    return _column(pickle.LONG1 + b"\x08", values.astype("<i8"))
+
+
+def _column(operation: bytes, arguments: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    raw = np.ascontiguousarray(arguments).view(np.uint8).reshape(len(arguments), arguments.itemsize)
+    code = np.broadcast_to(np.frombuffer(operation, np.uint8), (len(arguments), len(operation)))
+    return np.concatenate((code, raw), axis=1)
+
+
+def _rows(count: int, parts: Sequence[bytes | npt.NDArray[np.uint8]]) -> bytes:
+    """Join parts, each the same in every row or a column, to the bytes of all rows."""
+    template = b"".join(part if isinstance(part, bytes) else bytes(part.shape[1]) for part in parts)
+    rows = np.tile(np.frombuffer(template, np.uint8), (count, 1))
+    place = 0
+    for part in parts:
+        width = len(part) if isinstance(part, bytes) else part.shape[1]
+        if not isinstance(part, bytes):
+            rows[:, place : place + width] = part
+        place += width
+    return rows.tobytes()

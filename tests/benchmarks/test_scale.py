@@ -1,0 +1,67 @@
+"""The benchmark of thousands of ranks: its counts are those of arithmetic."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+WIDTH, LAYERS = 64, 2
+
+
+class Tiny(nn.Module):
+    """Layers of width 64 that take words, and give a loss as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(LAYERS))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: bool) -> "Tiny":
+        """Feed ones."""
+        found = torch.ones(*labels.shape, WIDTH, dtype=torch.bfloat16, device=input_ids.device)
+        for layer in self.layers:
+            found = layer(found)
+        self.loss = found.sum()
+        return self
+
+
+def case(ranks: int) -> dict[str, float]:
+    """Measure in a process of its own."""
+    code = (
+        "import json; from benchmarks.scale import STRATEGY, measure; from tests.benchmarks.test_scale import *; "
+        f"STRATEGY['fsdp_unit_modules'] = [nn.Linear]; print(json.dumps(measure('ours', Tiny, {ranks})))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+OBJECTS = 4  # iteration, options and class of the optimizer, sizes of the random states
+FLAGS_BYTES = 48  # that ranks agree on when backward ends
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shard", "weight_boxes", "bias_boxes"),
+    [
+        # 4160 elements in shards of 520; the bias comes first. Each of the 7 edges inside the weight cuts a row of 64,
+        # which ends one shard and begins the next, besides the whole rows of the 8 shards.
+        (8, 520, 8 + 2 * 7, 1),
+        # 260 shards of 16 elements, a multiple of 16 bytes; the others hold nothing
+        (512, 16, WIDTH * WIDTH // 16, WIDTH // 16),
+    ],
+)
+def test_counts_are_those_of_arithmetic(ranks: int, shard: int, weight_boxes: int, bias_boxes: int) -> None:
+    found = case(ranks)
+    numel, slots = WIDTH * WIDTH + WIDTH, 3  # weights and two moments
+    unit_bytes = 2 * shard * ranks
+    assert found["padding"] == pytest.approx(shard * ranks / numel - 1, rel=1e-12)
+    assert found["messages"] == 2 * LAYERS + 1
+    flags = 2 * (FLAGS_BYTES - FLAGS_BYTES // ranks)
+    assert found["sent_bytes"] == 2 * LAYERS * (unit_bytes - unit_bytes // ranks) + flags
+    steps = 2 * LAYERS
+    assert found["entries"] == LAYERS * slots * (weight_boxes + bias_boxes) + steps + OBJECTS + ranks
+    assert found["agreement_bytes"] == found["agreements"] * ranks * 1024
+    assert found["largest_message"] < 2048
+    assert not found["is_sampled"]

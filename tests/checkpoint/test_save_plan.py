@@ -1,0 +1,126 @@
+"""A save that is planned from known layouts: its metadata are torch's, and no message has an entry for each tensor."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fsdp import fully_shard
+from megatron_fsdp.checkpoint.checkpointer import collect
+from megatron_fsdp.checkpoint.manifest import Manifest
+from megatron_fsdp.checkpoint.naming import flatten
+from megatron_fsdp.checkpoint.save import SealingPlanner, write_state
+from megatron_fsdp.checkpoint.save_plan import Layouts, SavedTensor, boxes_of
+from megatron_fsdp.errors import CheckpointError
+from megatron_fsdp.sharding.shards import BufferCut, MeshUse, ShardDescription
+from tests.support.on_ranks import on_ranks
+
+
+def trained(sizes: tuple[int, int], strategy: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with odd shapes, a scalar, a buffer, and state of Adam, over (outer, inner) ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.PReLU(), nn.Linear(5, 3), nn.BatchNorm1d(3))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner"))
+    hybrid = {"dp_outer_dim": "outer", "hybrid_fsdp_group": mesh._flatten("all").get_group()} if sizes[0] > 1 else {}
+    wrapped, optimizer = fully_shard(
+        model,
+        torch.optim.Adam(model.parameters()),
+        device_mesh=mesh,
+        dp_shard_dim="inner",
+        zero_dp_strategy=strategy,
+        fsdp_unit_modules=[nn.Linear],
+        **hybrid,
+    )
+    wrapped(torch.randn(4, 7)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return wrapped, optimizer
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """What torch reads in the metadata, with the boxes of a tensor in the order of their places."""
+    found = FileSystemReader(folder).read_metadata()
+    tensors = {
+        key: (each.size, each.properties.dtype, sorted((*chunk.offsets, *chunk.sizes) for chunk in each.chunks))
+        for key, each in found.state_dict_metadata.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
+    places = {(index.fqn, index.offset) for index in found.storage_data}
+    others = found.state_dict_metadata.keys() - tensors.keys()
+    return {"tensors": tensors, "objects": others, "places": places, "paths": found.planner_data}
+
+
+@pytest.mark.parametrize(("sizes", "strategy"), [((1, 4), 3), ((2, 2), 3), ((1, 4), 0)])
+@on_ranks(4)
+def test_the_metadata_are_those_of_torchs_planner(tmp_path: Path, sizes: tuple[int, int], strategy: int) -> None:
+    state = collect(*trained(sizes, strategy), 1)
+    layouts = Layouts.agreed(state, None)
+    assert layouts is not None
+    assert set(layouts.keys) == {key for key, value in flatten(state)[0].items() if isinstance(value, torch.Tensor)}
+    for name in ("known", "gathered"):
+        if dist.get_rank() == 0:
+            (tmp_path / name).mkdir()
+        dist.barrier()
+        with mock.patch.object(Layouts, "agreed", return_value=layouts if name == "known" else None):
+            write_state(state, tmp_path / name)
+    known, gathered = described(tmp_path / "known"), described(tmp_path / "gathered")
+    assert known == gathered
+    seals = [Manifest.read(tmp_path / name) for name in ("known", "gathered")]
+    assert [seal is not None and seal.tensors for seal in seals] == [seals[0] and seals[0].tensors] * 2
+
+
+@on_ranks(4)
+def test_replicas_share_the_writing() -> None:
+    """Of two ranks that hold a shard alike, the one that has less to write writes it."""
+    state = collect(*trained((2, 2), 3), 1)
+    layouts = Layouts.agreed(state, None)
+    assert layouts is not None
+    planner = SealingPlanner(None, layouts)
+    planner.set_up_planner(state)
+    own: Any = planner.create_local_plan()
+    bits: list[Any] = [None] * 4
+    dist.all_gather_object(bits, own.bits)
+    assignment = layouts.assign(bits)
+    written = np.zeros(4, np.int64)
+    for tensor, writers in zip(layouts.tensors, assignment.writers, strict=True):
+        boxes = boxes_of(tensor.shape, tensor.description, 4)
+        assert boxes.lengths.prod(axis=1).sum() == torch.Size(tensor.shape).numel()
+        np.add.at(written, writers, boxes.lengths.prod(axis=1) * tensor.properties.dtype.itemsize)
+    for inner in (0, 1):  # ranks 0 and 2 hold the same shards, and ranks 1 and 3
+        assert abs(int(written[inner] - written[inner + 2])) <= 7 * 5 * 4
+    items = len(planner.finish_plan(own).items)
+    assert items >= len(own.items)
+    assert len(pickle.dumps(own)) < 2000
+
+
+@on_ranks(2)
+def test_ranks_with_other_tensors_are_left_to_torchs_planner(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    state = {"extra": {f"of_{rank}": torch.full((2,), float(rank))}}
+    assert Layouts.agreed(state, None) is None
+    if rank == 0:
+        (tmp_path / "own").mkdir()
+    dist.barrier()
+    write_state(state, tmp_path / "own")
+    assert described(tmp_path / "own")["tensors"].keys() == {"extra.of_0", "extra.of_1"}
+
+
+def test_a_tensor_that_no_rank_holds_is_refused() -> None:
+    description = ShardDescription((4,), MeshUse((2,), (0,)), (0,), BufferCut(0, 2, 2, 4))
+    properties = torch.distributed.checkpoint.metadata.TensorProperties()
+    layouts = Layouts([SavedTensor("w", ("w",), (4,), properties, description)], 2)
+    everyone = layouts.bits_of({"w"})
+    assert [writer.tolist() for writer in layouts.assign([everyone, everyone]).writers] == [[0, 1]]
+    with pytest.raises(CheckpointError, match="w is not whole"):
+        layouts.assign([everyone, layouts.bits_of(())])
