@@ -275,7 +275,12 @@ def row_of(case: Case) -> list[str]:
 
 def render(cases: Sequence[Case], command: str) -> str:
     """Write the page of all cases."""
-    parts = ["# What thousands of ranks cost", f"`{command}`", facts(), (__doc__ or "").partition("\n\n")[2].strip()]
+    parts = [
+        "# What thousands of ranks cost",
+        f"`{command}`",
+        facts(),
+        "\n\n".join((__doc__ or "").split("\n\n")[2:]).strip(),
+    ]
     for name in dict.fromkeys(case["model"] for case in cases):
         parts += [f"## {name}", table(_COLUMNS, [row_of(case) for case in cases if case["model"] == name])]
     return "\n\n".join(parts) + "\n"
