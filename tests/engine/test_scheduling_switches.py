@@ -17,12 +17,10 @@ from megatron_fsdp import (
 )
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.schedule import Action, Operation
-from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights, wrap
-from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.formulas import exchange_scratch_bytes, footprints_of, step_traffic, transient_bytes
 from tests.support.on_ranks import engine_of, on_ranks
-from tests.support.zoo import FLOOR_NUMEL, TOWER_FEATURES, Floor, Ordered, Tower, tower_loss, vector_case
+from tests.support.zoo import FLOOR_NUMEL, TOWER_FEATURES, Floor, Tower, tower_loss
 
 pytestmark = pytest.mark.unmerged
 
@@ -191,24 +189,6 @@ def test_sizes_in_elements_become_units_and_buckets(
     assert model.memory().transient_peak_bytes == transient_bytes(groups, strategy, units, buckets, scratch).total
     assert model.traffic().since(before).gathers == step_traffic(groups, strategy, 1, units).gathers
     assert max(trace.in_reduction) == max(1, buckets - 1)
-
-
-# ---- results -------------------------------------------------------------------------------------------------------
-
-
-def train_with_sizes(run: Run) -> None:
-    run.train(0)
-    for index, (ahead, capacity) in enumerate(((0, 0), (10**6, 10**6), (300, 1), (0, 400))):
-        if run.sharded is not None:
-            run.sharded.suggested_AG_prefetch_size = ahead
-            run.sharded.suggested_RS_queue_capacity = capacity
-        run.train(2 * index + 1, 2 * index + 2)
-
-
-def test_sizes_may_change_between_steps_and_results_do_not(run_ranks: RunRanks) -> None:
-    settings = [Setting(strategy) for strategy in (1, 3)]
-    settings.append(Setting(3, options=(("weight_allocator", "resize"),)))
-    check_strategies(run_ranks, 2, Scenario(train_with_sizes, vector_case(Ordered)), settings)
 
 
 # ---- loops that drive gathers and reductions by hand -----------------------------------------------------------------

@@ -230,7 +230,7 @@ def check_begins_as_eagerly(case: MetaCase, strategy: int) -> None:
 
 
 @pytest.mark.full(short=["3-2"])
-@pytest.mark.parametrize(("strategy", "num_ranks"), [(3, 2), (0, 2), (1, 1), (2, 4)])
+@pytest.mark.parametrize(("strategy", "num_ranks"), [(3, 2), (0, 4)])
 @on_ranks()
 def test_weights_buffers_and_generators_are_those_of_eager_construction(strategy: int) -> None:
     for case in META_CASES.values():
