@@ -91,6 +91,7 @@ def test_parameters_refer_to_their_model_weakly_and_the_inner_module_misses_it()
 CASES: dict[str, dict[str, Any]] = {
     "no_shard, late": {"zero_dp_strategy": 0, "overlap_grad_reduce": False},
     "optim_grads": {"zero_dp_strategy": 2},
+    "slots": {},
     "resize": {"weight_allocator": "resize"},
     "double buffer": {"fsdp_double_buffer": True},
     "fine-grained": {"enable_fine_grained_param_gather": True},

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import parametrize
 
 from megatron_fsdp import MegatronFSDP, experimental, fsdp2, fully_shard_model, fully_shard_optimizer
-from megatron_fsdp.errors import ShardOperationError
+from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid
 from tests.support.case import Run, Scenario, Setting, check_strategies, shard
@@ -390,3 +390,70 @@ def test_a_model_wrapped_in_inference_mode_trains_outside(strategy: int, is_buil
     found = {**model.full_parameters(), **dict(plain.named_buffers())}
     wanted = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
     assert_equal_tensors(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+# ---- weights of modules that were not called yet -------------------------------------------------------------------
+
+
+class ReadsAhead(nn.Module):
+    """Reads dtype and value of weights of other units before and after their modules are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x.to(next(self.parameters()).dtype)).float().type_as(self.head.weight)
+        penalty = self.head.weight.square().sum() + self.body.bias.sum()
+        return self.head(x).sum() + penalty.to(self.body.weight.dtype)
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+@on_ranks(2)
+def test_weights_of_other_units_have_the_compute_dtype_inside_a_forward(strategy: int) -> None:
+    with fixed_seed(0):
+        alone = ReadsAhead().bfloat16()
+    model = fully_shard_model(copy.deepcopy(alone), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy)
+    for found, expected in ((model(X), alone(X)),):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected)
+        found.backward()
+        expected.backward()
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    gradients = model.full_gradients()
+    for name, param in alone.named_parameters():
+        assert param.grad is not None
+        torch.testing.assert_close(gradients[name], param.grad.float(), rtol=0.02, atol=0.02)
+    with pytest.raises(ConfigurationError, match="is not the sharded parameter any more"):
+        torch.func.functional_call(model.module, {"head.weight": torch.zeros(WIDTH, WIDTH)}, X)
+
+
+class ReadsEnds(Layers):
+    """Multiplies by weights of modules beside the blocks without calling these, in forward and in a method of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(super().forward(self.first(x)) @ self.first.weight)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.head.weight, self.head.bias)
+
+
+@on_ranks(2)
+def test_a_model_whose_forward_reads_modules_trains_without_naming_units() -> None:
+    with fixed_seed(0):
+        alone = ReadsEnds()
+    optimizer = sgd(alone)
+    model, sharded = shard(copy.deepcopy(alone), sgd)
+    for step in range(3):
+        batch = make_batch(12, torch.Generator().manual_seed(step))
+        vector_loss(alone, batch).backward()
+        vector_loss(model, batch.part(dist.get_rank(), 2)).backward()
+        assert_equal_tensors(model.full_gradients(), gradients_of(alone), atol=1e-6)
+        for each in (optimizer, sharded):
+            each.step()
+            each.zero_grad()
+    assert_equal_tensors(model.full_parameters(), dict(alone.named_parameters()), atol=1e-6)
