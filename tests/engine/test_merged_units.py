@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron_fsdp.config.engine_options import MemoryOptions
 from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, find_units, merge_small_units, message_bytes, plan_units
 from tests.conftest import RunRanks
@@ -225,3 +226,22 @@ def test_faults_are_told_in_words() -> None:
         message = refusal(model.full_parameters_context(layers[3]).__enter__)  # type: ignore[index]
     assert message == "unit layers.0..5 shows its full parameters already; leave that full_parameters_context first"
     _steps(model, optimizer, 1)
+
+
+@on_ranks(2)
+def test_units_that_are_called_in_an_order_of_their_own_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a merged unit would be called twice in a pass, around another one."""
+    monkeypatch.setenv("MFSDP_MESSAGE_BYTES", str(2 * LAYER_BYTES))
+    with fixed_seed(0):
+        alone = Ordered((0, 2, 1, 3), layers=4)
+    model = fully_shard_model(
+        sharded := deepcopy(alone),
+        fsdp_unit_modules=[Layer],
+        ranks_may_skip_units=[sharded.layers[index] for index in (0, 2, 1, 3)],
+    )
+    x = torch.ones(2, FEATURES)
+    model(x).sum().backward()
+    alone(x).sum().backward()
+    expected = {name: param.grad for name, param in alone.named_parameters()}
+    torch.testing.assert_close(dict(model.full_gradients()), expected, rtol=0.0, atol=0.0)
+    assert [unit.name for unit in engine_of(model).units[1:]] == [f"layers.{index}" for index in range(4)]
