@@ -24,7 +24,7 @@ from megatron_fsdp.checkpoint.save import SealingPlanner, write_state
 from megatron_fsdp.checkpoint.save_plan import Layouts, SavedTensor, boxes_of
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import BufferCut, MeshUse, ShardDescription
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, refusal
 
 
 def trained(sizes: tuple[int, int], strategy: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -114,6 +114,16 @@ def test_ranks_with_other_tensors_are_left_to_torchs_planner(tmp_path: Path) -> 
     dist.barrier()
     write_state(state, tmp_path / "own")
     assert described(tmp_path / "own")["tensors"].keys() == {"extra.of_0", "extra.of_1"}
+
+
+@on_ranks(2)
+def test_a_state_that_one_rank_cannot_read_fails_on_all(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"weight": torch.zeros(2)}
+    if dist.get_rank() == 1:
+        state["again"] = state
+    (tmp_path / "cyclic").mkdir(exist_ok=True)
+    dist.barrier()
+    assert "RecursionError" in refusal(write_state, state, tmp_path / "cyclic", error=CheckpointError)
 
 
 def test_a_tensor_that_no_rank_holds_is_refused() -> None:
