@@ -93,10 +93,10 @@ The first rank of a save receives a bit for each tensor of each rank, and 16 byt
 
 | 16,384 ranks | wrap, CPU s | padding, % | collectives of a step | boxes of a save, millions | first rank: CPU s, MiB |
 | --- | --- | --- | --- | --- | --- |
-| Llama-3 8B | 0.8 | 0.02 | 54 | 2.6 | 5.7, 334 |
-| Llama-3 70B | 2.1 | 0.01 | 246 | 12.0 | 9.8, 838 |
-| Llama-3 405B | 2.8 | 0.00 | 384 | 19.0 | 13.1, 1,221 |
-| DeepSeek-V3 | 2.2 | 0.60 | 184 | 6.7 | 9.0, 559 |
+| Llama-3 8B | 0.6 | 0.02 | 54 | 2.6 | 4.8, 334 |
+| Llama-3 70B | 1.6 | 0.01 | 246 | 11.9 | 12.9, 838 |
+| Llama-3 405B | 3.2 | 0.00 | 384 | 18.9 | 18.8, 1,221 |
+| DeepSeek-V3 | 2.7 | 0.60 | 184 | 6.6 | 9.2, 558 |
 
 Beside FSDP2 with torch's planner, Llama-3 8B on 64 ranks: 7,847 entries of a save for 74,496, and 0.2 s of CPU at the
 first rank for about 10.5. Not mended yet: `.metadata` has about 150 bytes for each box, and every rank that loads
