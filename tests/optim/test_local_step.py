@@ -239,6 +239,25 @@ def test_writes_of_a_local_step_are_noticed_at_the_next_forward(strategy: int, d
     assert torch.equal(*outputs)
 
 
+@pytest.mark.parametrize("strategy", [0, 3])
+@on_ranks(2)
+def test_an_infinite_gradient_of_one_rank_alone_skips_the_step_on_all(strategy: int) -> None:
+    """Of a replica or a shard, as clipping by hand may leave it."""
+    model = wrap(build, strategy)
+    optimizer = connect(model, VARIANTS["adamw fused"], True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = weights(model)
+    ((inputs, _),) = batches(1)
+    scaler.scale(model(inputs).square().mean()).backward()
+    if torch.distributed.get_rank() == 1:
+        for param in optimizer.param_groups[0]["params"]:  # some have no elements here
+            param.grad.to_local().fill_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert largest_difference(before, weights(model)) == 0.0
+
+
 # ---- what users do between steps -------------------------------------------------------------------------------------
 
 
