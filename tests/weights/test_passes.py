@@ -253,6 +253,17 @@ def test_the_peak_is_a_bucket_and_a_tensor_and_nothing_where_nothing_is_received
 
 
 @on_ranks(2)
+def test_metadata_sends_no_weights() -> None:
+    model = trained("llama", 3)
+    before = model.traffic().copy() if callable(getattr(model, "traffic", None)) else None
+    with OpCounts() as counts:
+        WeightSource(model).metadata()
+    assert before is None or model.traffic() == before
+    assert {sent.name for sent in counts.sent} <= {"allgather_", "_allgather_base_"}
+    assert sum(sent.num_bytes for sent in counts.sent) <= 4096
+
+
+@on_ranks(2)
 def test_what_was_yielded_keeps_its_bits_and_is_no_part_of_the_model() -> None:
     model, other = trained("gpt2", 1, torch.bfloat16), trained("gpt2", 1, torch.bfloat16)
     source = WeightSource(model, bucket_bytes=2000)

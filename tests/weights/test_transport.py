@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint.hf import save_hf
@@ -62,11 +62,13 @@ def sync(source: WeightSource, to: StandIn | None, packed_bytes: int = 3000) -> 
     return send(source, to.group, packed_bytes=packed_bytes, **calls)
 
 
-@on_ranks(2)
-def test_an_engine_has_what_files_have_after_every_sync(tmp_path: Path) -> None:
-    model, optimizer = sharded("llama")
+@pytest.mark.full(short=["llama-2-2"])
+@pytest.mark.parametrize(("kind", "num_ranks", "engine_ranks"), [("llama", 2, 2), ("mixtral", 4, 1)])
+@on_ranks()
+def test_an_engine_has_what_files_have_after_every_sync(tmp_path: Path, kind: str, engine_ranks: int) -> None:
+    model, optimizer = sharded(kind)
     source = WeightSource(model, destination=0, bucket_bytes=2000)
-    with engine(source, ranks=2) as served:
+    with engine(source, engine_ranks) as served:
         for at in range(3):
             assert same_on_ranks(sync(source, served)) == str(at)
             save_hf(model, tmp_path / str(at), dtype=torch.bfloat16)
@@ -74,6 +76,27 @@ def test_an_engine_has_what_files_have_after_every_sync(tmp_path: Path) -> None:
                 assert served.stale(stored(tmp_path / str(at))) == []
                 assert served.version == str(at)
             train(model, optimizer)
+
+
+@on_ranks(2)
+def test_what_does_not_come_stays_stale() -> None:
+    """A tied head that is a parameter of its own in the engine's last stage needs its name on the wire."""
+    model, optimizer = sharded("qwen_moe")
+    both = WeightSource(model, tied="all", destination=0)
+    with engine(both) as served:
+        sync(both, served)
+        train(model, optimizer)
+        wanted: dict[str, Tensor | None] = dict(both)
+        for source, stale in [
+            (WeightSource(model, destination=0), ["lm_head.weight"]),
+            (WeightSource(model, tied="all", destination=0, include="head|lay|emb"), ["model.norm.weight"]),
+            (both, []),
+        ]:
+            train(model, optimizer)
+            sync(source, served)
+            wanted = dict(both)
+            if served is not None:
+                assert served.stale({name: t for name, t in wanted.items() if t is not None}) == stale
 
 
 @pytest.mark.full
