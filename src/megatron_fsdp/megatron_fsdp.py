@@ -223,7 +223,8 @@ class MegatronFSDP(nn.Module):
                 f'"{options.outer_strategy.name}"; set both or neither'
             )
         grouping = UnitGrouping(fsdp_unit_modules, options.memory)
-        if config.megatron_fsdp_version == 2 or options.skip_order:  # nor where skipped units have their own order
+        # Units made in place are not merged, nor are neighbours that callers may call in another order.
+        if config.megatron_fsdp_version == 2 or options.skip_order:
             grouping = replace(grouping, memory=replace(options.memory, message_bytes=0))
         self._wrap(module, dist_index, config, options, grouping, device, sync_model_each_microbatch)
         self.fsdp_unit_modules = fsdp_unit_modules

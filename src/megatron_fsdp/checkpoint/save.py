@@ -93,7 +93,7 @@ class SealingPlanner(DefaultSavePlanner):
         self.mappings = dict(paths if self._paths is None else self._paths)
 
     def create_local_plan(self) -> SavePlan:
-        """Plan all that this rank could write; of tensors that every rank knows, a bit is sent."""
+        """Plan all that this rank could write; a tensor that every rank knows takes one bit of the message."""
         plan = super().create_local_plan()
         if self.layouts is None:
             return plan
@@ -214,6 +214,7 @@ class SealingWriter(FileSystemWriter):
         seals: Any = [found.storage_data for of_rank in results for found in of_rank if found.index == SEAL]
         written = [[found for found in of_rank if found.index != SEAL] for of_rank in results]
         if isinstance(metadata, PlannedMetadata):
+            files = FileOps()
             of_tensors = [found for found, _ in seals]
             known = zip(metadata.assignment.layouts.tensors, metadata.assignment.totals(of_tensors), strict=True)
             tensors = {
@@ -226,9 +227,8 @@ class SealingWriter(FileSystemWriter):
             partial = Path(self.path) / f"{METADATA}.tmp"
             with partial.open("wb") as stream:
                 metadata.dump(names, metadata.assignment.places(of_tensors), stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            partial.rename(Path(self.path) / METADATA)
+            files.sync(partial)
+            files.rename(partial, Path(self.path) / METADATA)
             return
         tensors = {}
         for key, found in metadata.state_dict_metadata.items():
@@ -245,7 +245,7 @@ class SealingWriter(FileSystemWriter):
 
 
 def _written(results: Sequence[WriteResult], planner: SealingPlanner) -> Written:
-    """Describe the tensors of this rank's file by numbers; the first rank knows their keys and boxes."""
+    """Return the sizes and checksums of the boxes in this rank's file; the first rank knows their keys."""
     assert planner.layouts is not None
     found = [each for each in results if each.index.fqn in planner.layouts.keys]
     sums = [planner.sums.pop(each.index.fqn, 0) for each in found]

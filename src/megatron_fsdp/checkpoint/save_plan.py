@@ -1,8 +1,9 @@
 """The global plan of a save, computed by one rank from layouts that every rank knows.
 
 torch's planner gathers a description of every box of every rank. Where all ranks hold the same tensors, cut over the
-same ranks, the boxes of all follow from the layouts of one: a rank sends one bit for each tensor that it could write,
-and gets one for each that it writes. The first rank keeps arrays, and writes the metadata from them piece by piece.
+same ranks, the boxes of all ranks follow from the layouts that each of them has. So a rank sends one bit for each
+tensor, set if it could write some of it, and receives one bit for each tensor, set if it has to. The first rank keeps
+boxes as arrays of numbers, and writes the metadata from these arrays, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.checkpoint.naming import flatten
+from megatron_fsdp.checkpoint.naming import KeyPath, flatten
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.dtensor.shard_spec import LocalChunks, no_write_items
@@ -48,7 +49,7 @@ class SavedTensor:
     """One tensor of the state, as every rank knows it."""
 
     key: str
-    path: tuple[str | int, ...]  # its place in the nested state
+    path: KeyPath  # its place in the nested state
     shape: tuple[int, ...]
     properties: TensorProperties
     description: ShardDescription | None  # as the first rank has it; None: each rank holds the whole
@@ -59,19 +60,19 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class BitPlan(SavePlan):
-    """A plan whose `items` are only those of objects; of tensors it has one bit each, in the order of the layouts."""
+    """A plan with items for objects only, and one bit for each tensor, in the order of the layouts."""
 
     bits: bytes = b""
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """The boxes of one tensor on all ranks. Each row of boxes is held by some ranks alike."""
+    """The boxes of one tensor on all ranks; boxes with one row number are on the same ranks."""
 
     offsets: Integers  # (boxes, dimensions)
     lengths: Integers  # (boxes, dimensions)
-    row: Integers  # (boxes,), those of a row follow each other
-    holders: Integers  # (rows, ranks that hold the row)
+    row: Integers  # (boxes,), ascending
+    holders: Integers  # (rows, replicas): the ranks that hold the boxes of a row
 
     @functools.cached_property
     def numel(self) -> Integers:
@@ -131,7 +132,7 @@ class Layouts:
 
 
 def _tensors_of(
-    leaves: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]], ranks: Sequence[int]
+    leaves: Mapping[str, Any], paths: Mapping[str, KeyPath], ranks: Sequence[int]
 ) -> list[SavedTensor] | None:
     """Return the tensors of a state; None if some of them are not cut over all ranks by a layout of this library."""
     found = []
@@ -201,7 +202,7 @@ def boxes_of(shape: tuple[int, ...], description: ShardDescription | None, num_r
 class Written:
     """The tensors that one rank wrote, in the order of its file."""
 
-    first: int  # byte of the file at which the tensors begin
+    first: int  # the byte of the file at which its tensors begin
     lengths: Integers  # bytes of each box
     sums: npt.NDArray[np.uint64]  # the checksum of a tensor stands at its first box, and 0 at its others
 
@@ -250,7 +251,7 @@ class Places:
     start: Integers  # number of the first box of each rank
     lengths: Integers  # bytes of each box
     before: Integers  # bytes of all boxes before it, on all ranks
-    first: Integers  # of each rank, what turns these bytes into an offset in its file
+    first: Integers  # of each rank; added to `before`, it gives the offset of a box in the rank's file
 
     def of_tensors(self) -> Iterator[tuple[Integers, Integers]]:
         """Yield offsets and lengths of the boxes of each tensor."""
@@ -259,16 +260,16 @@ class Places:
 
 
 class PlannedMetadata(Metadata):
-    """The metadata of objects, and an assignment of tensors instead of theirs; other ranks get neither."""
+    """The metadata of objects, with the assignment from which those of tensors are written; kept on the first rank."""
 
     assignment: Assignment
 
     def __reduce__(self) -> tuple[type[Metadata], tuple[dict[str, Any]]]:
-        """Pickle as empty: torch sends the metadata of a finished save to all ranks, none of which reads them."""
+        """Pickle as empty metadata, since torch sends those of a finished save to all ranks, and none reads them."""
         return Metadata, ({},)
 
     def dump(self, names: Sequence[str], places: Places, stream: IO[bytes]) -> None:
-        """Pickle all metadata, as those of torch would be; `names` are the ranks' files."""
+        """Write all metadata to a stream as torch pickles them; `names` are the ranks' files."""
         tensors = self.assignment.layouts.tensors
         boxes = [boxes_of(each.shape, each.description, len(names)) for each in tensors]
         described = {
@@ -295,7 +296,7 @@ class _Storage:
 
 
 class _MetadataPickler(pickle._Pickler):
-    """A pickler that writes a table as the list of chunks, or the dict of places, that it stands for."""
+    """A pickler that writes the lists of chunks and the dict of places from arrays, without an object for each box."""
 
     memo: dict[int, Any]
     save: Callable[[Any], None]
@@ -330,7 +331,7 @@ class _MetadataPickler(pickle._Pickler):
             self.write(pickle.SETITEMS)
 
     def _reference(self, value: Any) -> bytes:
-        """Return the operation that brings back a value, which is written first if it was not yet."""
+        """Return the operation that loads a value from the memo; write the value first if it is not there."""
         if id(value) not in self.memo:
             self.save(value)
             self.write(pickle.POP)
@@ -353,7 +354,7 @@ class _MetadataPickler(pickle._Pickler):
 
 
 _names = {name: name for name in ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length")}
-"""One object for each name: a pickler recognises written objects by their identity."""
+"""One object for each name, since a pickler finds written objects by their identity."""
 
 
 def _integers(values: Integers) -> npt.NDArray[np.uint8]:

@@ -184,8 +184,8 @@ class EngineOptions:
 def with_weight_format(policy: MixedPrecisionPolicy, config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
     """Return the policy with the configuration's weight format, unless it has one itself.
 
-    Only where linears multiply float8 weights are there transposed ones to keep, so `keep_fp8_transpose_cache` says so.
-    No format takes more memory while it is gathered, so `reuse_grad_buf_for_mxfp8_param_ag` says which one is meant.
+    With `fp8_param_gather`, two further fields choose among float8 formats: `keep_fp8_transpose_cache` means
+    `fp8_compute`, the one with transposed weights, and `reuse_grad_buf_for_mxfp8_param_ag` means `mxfp8`.
 
     Raises:
         ConfigurationError: Both fields are set.
@@ -195,8 +195,8 @@ def with_weight_format(policy: MixedPrecisionPolicy, config: DistributedDataPara
             "keep_fp8_transpose_cache=True and reuse_grad_buf_for_mxfp8_param_ag=True name two formats of weights "
             "(fp8_compute, mxfp8); give only one of them."
         )
-    float8 = "fp8_compute" if config.keep_fp8_transpose_cache else "fp8"
-    float8 = "mxfp8" if config.reuse_grad_buf_for_mxfp8_param_ag else float8
+    mxfp8 = config.reuse_grad_buf_for_mxfp8_param_ag
+    float8 = "mxfp8" if mxfp8 else "fp8_compute" if config.keep_fp8_transpose_cache else "fp8"
     switched = float8 if config.fp8_param_gather else "nvfp4" if config.fp4_param_gather else None
     chosen = switched or weight_formats_of(config.megatron_fsdp_weight_format)
     return policy if chosen is None or policy.weight_format is not None else replace(policy, weight_format=chosen)

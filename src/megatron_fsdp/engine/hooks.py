@@ -178,7 +178,7 @@ class _RootForward:
 def _outside_of_units(module: nn.Module, unit_modules: set[int]) -> Iterator[nn.Module]:
     """Iterate over modules with parameters that are neither a unit nor inside of one, without the root; each once.
 
-    Parametrizations are left out: to read an attribute is no forward.
+    Parametrizations are left out: they run when an attribute is read, and not in a forward.
     """
     seen: set[int] = {id(module)}
     waiting = [module]

@@ -193,7 +193,7 @@ def _take_apart(module: nn.Module, tensor: Any) -> tuple[list[torch.Tensor], Reb
 
 
 def _context_of(weight: Any) -> Any:
-    """Return the part of a format that no tensor has."""
+    """Return the part of a weight's format that is not in its tensors."""
     if _is_bitsandbytes(weight):
         return getattr(getattr(weight, "quant_state", None), "quant_type", None)
     return weight.__tensor_flatten__()[1]

@@ -48,7 +48,7 @@ class Settings:
 class SharedUnits:
     """The units of one call, or the one of several calls whose modules are small neighbours.
 
-    Calls refer to it, and it to none of them, so that deleting a model frees its memory.
+    It has no reference to the calls, so that deleting a model frees its memory.
     """
 
     units: tuple[Unit, ...]  # that of the modules, then large ends of the root
@@ -62,7 +62,7 @@ class SharedUnits:
         return self.units[0].engine
 
     def set_reshard(self) -> None:
-        """Hand the resharding of the units to the scheduler: after each pass, unless one of the calls is against it."""
+        """Have the units resharded after a forward or a backward only if all calls ask for that."""
         if (engine := self.engine) is not None:
             after_forward = all(each.reshard_after_forward is not False for each in self.settings)
             after_backward = all(each.reshard_after_backward for each in self.settings)

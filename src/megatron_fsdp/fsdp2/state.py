@@ -318,7 +318,7 @@ class ShardState:
             self.shared.apply()
 
     def set_reshard(self) -> None:
-        """Hand the resharding of the units to the scheduler."""
+        """Have the present settings of resharding take effect, once the parameters are cut into buffers."""
         if self.shared is not None:
             self.shared.set_reshard()
 
