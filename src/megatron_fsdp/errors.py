@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import os
 import sys
 import threading
 import time
@@ -104,6 +105,21 @@ def waits_for(what: str) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def explains_restarts() -> Iterator[None]:
+    """Add the cure to errors of ranks that torchrun has started again and that do not find each other."""
+    try:
+        yield
+    except RuntimeError as lost:
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and _OWN_STORE not in os.environ:
+            lost.add_note(
+                f"torchrun has started these ranks again, and they may have found addresses of those that have died; "
+                f"set {_OWN_STORE}=1 for torchrun, so that each start has a store of its own"
+            )
+        raise
+
+
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _PATIENCE_S = 2.0  # between the first and the last rank that waits for another one
 _MOST_ASKED = 64  # each asks for all others, of one store
 

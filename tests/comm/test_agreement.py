@@ -20,7 +20,7 @@ from megatron_fsdp.comm.agreement import (
     gather_objects,
     raise_together,
 )
-from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError, RankError
+from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError, RankError, explains_restarts
 from tests.conftest import RunRanks
 from tests.support.on_ranks import of_ranks, on_ranks, same_on_ranks
 
@@ -256,3 +256,19 @@ def test_what_ends_a_process_is_raised_as_it_is_and_told_to_the_others() -> None
         assert isinstance(raised.value, RankError) if dist.get_rank() != 1 else raised.value is error
         told = of_ranks(str(raised.value))[0]
         assert told.startswith(f"the work failed (rank 1: {type(error).__name__}")
+
+
+@pytest.mark.parametrize(("restarts", "is_set"), [("0", False), ("2", False), ("2", True)])
+def test_ranks_that_were_started_again_and_do_not_meet_hear_the_cure(
+    monkeypatch: pytest.MonkeyPatch, restarts: str, is_set: bool
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    if is_set:
+        monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with pytest.raises(RuntimeError, match="refused") as raised, explains_restarts():
+        raise RuntimeError("Connection refused")
+    notes = getattr(raised.value, "__notes__", [])
+    assert ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in note for note in notes] == [True] * (
+        restarts == "2" and not is_set
+    )

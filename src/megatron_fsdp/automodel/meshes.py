@@ -29,7 +29,7 @@ from megatron_fsdp.automodel.config import (
 )
 from megatron_fsdp.comm.agreement import agreed, all_agree
 from megatron_fsdp.comm.groups import bound_device
-from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, warn_caller
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, explains_restarts, warn_caller
 
 FSDP2_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 MEGATRON_AXES = ("dp", "cp", "tp")
@@ -332,7 +332,8 @@ def set_up_ranks(backend: str, timeout_minutes: float | None = None) -> torch.de
             options["timeout"] = timedelta(minutes=timeout_minutes)
         if not ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
             options |= {"store": HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, **options)
+        with explains_restarts():
+            dist.init_process_group(backend, **options)
     return device
 
 

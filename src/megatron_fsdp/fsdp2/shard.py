@@ -24,7 +24,7 @@ from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.shard_spec import local_tensor, part_of
 from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.unit import Owner
-from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, check_keys, warn_caller
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, check_keys, explains_restarts, warn_caller
 from megatron_fsdp.experimental.module import fully_shard_optimizer as connect
 from megatron_fsdp.formats.quantized import take_quantized_apart
 from megatron_fsdp.formats.tensor_extensions import tensor_extension_of
@@ -210,7 +210,8 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 
 def _all_ranks() -> DeviceMesh:
     if not dist.is_initialized():
-        dist.init_process_group()
+        with explains_restarts():
+            dist.init_process_group()
     return init_device_mesh(default_device().type, (dist.get_world_size(),))
 
 
