@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -80,6 +81,16 @@ class Message(bytearray):
 
     def __del__(self) -> None:
         self.freed_by.add(threading.get_ident())
+
+
+@on_ranks(2)
+def test_a_rank_in_another_call_is_told_by_the_bytes_that_it_sent() -> None:
+    foreign = torch.full((SMALL_BYTES,), 255, dtype=torch.uint8)
+    if dist.get_rank() == 1:
+        dist.all_gather([torch.empty_like(foreign) for _ in range(2)], foreign)
+        return
+    with pytest.raises(RankError, match=r"rank 1 of a group .* in another call.*`mfsdp hang FOLDER` show where"):
+        gather_objects("mine")
 
 
 @on_ranks(2)

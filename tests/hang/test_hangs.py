@@ -187,8 +187,8 @@ def raise_in_backward(model: MegatronFSDP) -> None:
 
 
 @only_on_rank_1
-def ask_for_whole_tensors(model: MegatronFSDP) -> None:
-    list(model.iter_full_tensors())
+def raise_in_forward(model: MegatronFSDP) -> None:
+    model.module.layers[2].up.register_forward_hook(_raise)
 
 
 @only_on_rank_1
@@ -220,7 +220,7 @@ CASES: list[tuple[Misbehave, Kind, list[str]]] = [
         Kind.DIED,
         ["rank 1 died without a word (process ", f"; the last thing known: it {_IN_FORWARD}", _LAYER_2],
     ),
-    (ask_for_whole_tensors, Kind.RAISED, [_RAISED, "ScheduleError", _LAYER_2]),
+    (raise_in_forward, Kind.RAISED, [_RAISED, "ValueError: bad batch", _LAYER_2]),
     (
         raise_in_backward,
         Kind.RAISED,

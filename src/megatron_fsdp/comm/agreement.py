@@ -58,6 +58,11 @@ SMALL_BYTES = 1024
 _LENGTH_BYTES = 8
 _MOST_BYTES = 16 << 30
 """The most bytes that the objects of all ranks may take together; more raises, before memory runs out."""
+_OTHER_CALL = (
+    "rank {} of a group answered a call of all ranks with {:,} bytes: it is most likely in another call. "
+    "All ranks have to make the same calls in the same order; `model.log_for_hangs(FOLDER)` and "
+    "`mfsdp hang FOLDER` show where each of them is"
+)
 _SHOWN = 8
 _SHOWN_DIFFERENCES = 3
 _clock = itertools.count()
@@ -117,8 +122,7 @@ def _gather(value: Result, group: dist.ProcessGroup) -> list[Result]:
     messages = _gather_bytes(group, message, SMALL_BYTES)
     lengths = [_LENGTH_BYTES + int.from_bytes(each[:_LENGTH_BYTES], "little") for each in messages]
     if max(lengths) * num_ranks > _MOST_BYTES:
-        too_much = f"{num_ranks} ranks would exchange objects of up to {max(lengths):,} bytes; a rank met something odd"
-        raise _agreed(RankError(too_much), num_ranks)
+        raise _agreed(RankError(_OTHER_CALL.format(lengths.index(max(lengths)), max(lengths))), num_ranks)
     if max(lengths) > SMALL_BYTES:  # the same decision on every rank
         messages = _gather_bytes(group, message, max(lengths))
     return [pickle.loads(each[_LENGTH_BYTES:length]) for each, length in zip(messages, lengths, strict=True)]
