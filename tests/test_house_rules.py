@@ -7,48 +7,16 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from tests.support.source_tree import (
-    SOURCE,
-    module_name,
-    own_files,
-    own_imports,
-    parse,
-    python_files,
-    short_name,
-)
+from tests.support.source_tree import SOURCE, module_name, own_files, own_imports, parse, python_files, short_name
 
 DEVICE_FILES = {"src/megatron_fsdp/comm/streams.py", "src/megatron_fsdp/comm/registration.py"}
 """The only files that may name `torch.cuda`."""
 
-LAYERS = (
-    "base",
-    "comm",
-    "config",
-    "sharding",
-    "dtensor",
-    "engine",
-    "formats",
-    "state",
-    "optim",
-    "debug",
-    "describe",
-    "hang",
-    "wrap",
-    "checkpoint",
-    "published",
-    "experimental",
-    "fsdp2",
-    "weights",
-    "ddp",
-    "front",
-    "contrib",
-    "doctor",
-    "trace",
-    "plan",
-    "automodel",
-    "train",
-    "cli",
+_LAYERS = (
+    "base comm config sharding dtensor engine formats state optim debug describe hang wrap checkpoint published "
+    "experimental fsdp2 weights ddp front contrib doctor trace plan automodel train cli"
 )
+LAYERS = _LAYERS.split()
 """From the bottom to the top: each imports itself and what is below it (the picture is section 5 of docs/design.md).
 
 A layer is a folder. Of the modules beside them, those that import nothing but each other are "base", the others
@@ -56,16 +24,9 @@ A layer is a folder. Of the modules beside them, those that import nothing but e
 """
 
 STRANGERS = {
-    ("checkpoint", "engine"),
-    ("checkpoint", "formats"),
-    ("checkpoint", "state"),
-    ("checkpoint", "wrap"),
-    ("checkpoint", "optim"),
-    ("checkpoint", "hang"),
+    *(("checkpoint", lower) for lower in ("engine", "formats", "state", "wrap", "optim", "hang")),
+    *(("plan", lower) for lower in ("trace", "doctor", "checkpoint")),
     ("trace", "doctor"),
-    ("plan", "trace"),
-    ("plan", "doctor"),
-    ("plan", "checkpoint"),
     ("automodel", "trace"),
     ("automodel", "doctor"),
 }

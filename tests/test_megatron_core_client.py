@@ -40,10 +40,7 @@ from tests.conftest import RunRanks
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, own_part, train, weights, wrap
 from tests.support.on_ranks import on_ranks
 
-LACKING = (
-    "megatron_fsdp_max_pool_double_buffer",
-    "fsdp_all_gather_in_start_param_sync",
-)
+LACKING = ("megatron_fsdp_max_pool_double_buffer", "fsdp_all_gather_in_start_param_sync")
 
 CoreConfig: Any = make_dataclass(
     "CoreConfig",

@@ -95,14 +95,7 @@ def what_differs_is_named(folder: Path) -> None:
 
 CHECKS: dict[str, Callable[[Path], None]] = {
     check.__name__: check
-    for check in (
-        orders_of_sets_differ,
-        plain_loop,
-        pretrained,
-        tensor_parallel_plan,
-        lora,
-        what_differs_is_named,
-    )
+    for check in (orders_of_sets_differ, plain_loop, pretrained, tensor_parallel_plan, lora, what_differs_is_named)
 }
 
 

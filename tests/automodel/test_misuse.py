@@ -20,14 +20,7 @@ from megatron_fsdp.automodel import (
 )
 from megatron_fsdp.errors import ConfigurationError
 from tests.automodel.test_auto_model_files import image_batch, small_llava
-from tests.automodel.training import (
-    STRATEGIES,
-    load,
-    plain_name,
-    saved,
-    strategy,
-    whole,
-)
+from tests.automodel.training import STRATEGIES, load, plain_name, saved, strategy, whole
 from tests.support.language_models import batch_of, build, config_of
 from tests.support.on_ranks import assert_equal_tensors, on_ranks, once, refusal
 

@@ -150,10 +150,7 @@ EDGES_OF_EXPERTS = [
     experts("mixtral", edit=eager),
     experts("qwen2_moe", edit=frozen_first_weight),
 ]
-ALL_SEQUENCES = [
-    *map(sequences, ("llama_gqa", "mistral", "phi", "deepseek_v3")),
-    sequences("gemma2", changes=SOFTCAP),
-]
+ALL_SEQUENCES = [*map(sequences, ("llama_gqa", "mistral", "phi", "deepseek_v3")), sequences("gemma2", changes=SOFTCAP)]
 
 TABLE: dict[str, tuple[int, list[Case]]] = {
     **{f"tensors-{kind}": (2, tensors(kind)) for kind in DIVIDED},
@@ -237,12 +234,7 @@ TABLE: dict[str, tuple[int, list[Case]]] = {
 }
 """Name -> number of ranks, and what is trained on them one after another."""
 
-SHORT = [
-    "tensors-uneven-sharded",
-    "experts-qwen2_moe",
-    "sequences-own-loss",
-    "stages",
-]
+SHORT = ["tensors-uneven-sharded", "experts-qwen2_moe", "sequences-own-loss", "stages"]
 
 
 @pytest.mark.full(short=SHORT)

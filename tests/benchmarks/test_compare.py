@@ -54,16 +54,9 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     file = tmp_path_factory.mktemp("results") / "made.json"
     arguments = "--model tiny --ranks 2 --device cpu --steps 2 --warmup 2 --grad-accumulation 2 --bucket-mib 0.05"
     everybody = [*WIRES, *OURS, *OURS_BY_BUCKETS, "ours-3-deferred", *PEERS]
+    command = [sys.executable, str(ROOT / "benchmarks" / "compare.py")]
     finished = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "benchmarks" / "compare.py"),
-            *arguments.split(),
-            "--contenders",
-            *everybody,
-            "--out",
-            str(file),
-        ],
+        [*command, *arguments.split(), "--contenders", *everybody, "--out", str(file)],
         env=os.environ | {"PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,

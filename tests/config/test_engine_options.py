@@ -141,11 +141,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (FULL, {**DOUBLE, "forward_prefetch_units": 2}, FEWER.format("forward", 2, 3, 2)),
     (FULL, {**DOUBLE, "max_gathered_units": 3}, "max_gathered_units=3 contradicts a double buffer"),
     (FULL, {**DOUBLE, "weight_allocator": "resize"}, "are two ways to hold gathered weights; give only one"),
-    (
-        OPTIM,
-        {"forward_prefetch_units": 1, **LATE},
-        "forward_prefetch_units=1 has no effect with overlap_param_gather",
-    ),
+    (OPTIM, {"forward_prefetch_units": 1, **LATE}, "forward_prefetch_units=1 has no effect with overlap_param_gather"),
     ("no_shard", {"backward_prefetch_units": 1}, "backward_prefetch_units=1 has no effect under no_shard"),
     (FULL, {"forward_prefetch_units": 1, SIZE: 100}, f"{SIZE}=100 both say how far to gather ahead"),
     (FULL, {"disable_bucketing": True, "bucket_size": 5}, "disable_bucketing=True and bucket_size=5 contradict"),

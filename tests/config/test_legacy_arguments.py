@@ -10,13 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import (
-    DistributedDataParallel,
-    MegatronFSDP,
-    MixedPrecisionPolicy,
-    fully_shard,
-    fully_shard_model,
-)
+from megatron_fsdp import DistributedDataParallel, MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron_fsdp.automodel.config import MegatronFSDPConfig
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.fully_shard import _DEFAULT_POLICY, replace_legacy_keywords

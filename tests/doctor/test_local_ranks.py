@@ -86,10 +86,7 @@ def test_the_command_checks_a_transformers_configuration(tmp_path: Path, capsys:
     ("argv", "message"),
     [
         (["doctor"], "give one of MODEL (package.module:name) and --hf-config"),
-        (
-            ["doctor", *MODEL, "--ranks", "1", "--timeout", "0.01"],
-            "(it had not begun: it was still importing)",
-        ),
+        (["doctor", *MODEL, "--ranks", "1", "--timeout", "0.01"], "(it had not begun: it was still importing)"),
         (["doctor", "a:b"], "--batch is missing"),
         (["doctor", "--hf-config", "nowhere.json"], "there is no such file or folder; give a local one"),
     ],

@@ -104,10 +104,7 @@ def _id(value: Any) -> str:
     return value.__name__ if callable(value) else "wide" if value is WIDE else str(value)
 
 
-SHORT = [
-    "odd-{'dp_shard': 5}-0-wide-1-3-gloo",
-    "tower-{'dp_shard': 8, 'dp_outer': 4}-0-wide-2-0-gloo",
-]
+SHORT = ["odd-{'dp_shard': 5}-0-wide-1-3-gloo", "tower-{'dp_shard': 8, 'dp_outer': 4}-0-wide-2-0-gloo"]
 
 
 @pytest.mark.full(short=SHORT)

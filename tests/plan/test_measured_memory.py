@@ -241,11 +241,7 @@ def planned(case: Case, rank: int) -> dict[str, Any]:
     }
 
 
-SHORT = [
-    "tower-00-1x2-bfloat16-wide-1EVERY",
-    "tower-21-2x2-bfloat16-2OUTER",
-    "transformer-30-1x3-float32-nvfp4-1EVERY",
-]
+SHORT = ["tower-00-1x2-bfloat16-wide-1EVERY", "tower-21-2x2-bfloat16-2OUTER", "transformer-30-1x3-float32-nvfp4-1EVERY"]
 
 
 @pytest.mark.full(short=SHORT)

@@ -42,11 +42,7 @@ def test_a_plan_has_the_bytes_of_a_live_rank(given: str) -> None:
     tower_loss(live, torch.randn(2, TOWER_FEATURES, dtype=torch.bfloat16)).backward()
     optimizer.step()
     memory = live.memory()
-    assert held_bytes(planned.groups) == (
-        memory.compute_weight_bytes,
-        memory.main_weight_bytes,
-        memory.main_grad_bytes,
-    )
+    assert held_bytes(planned.groups) == (memory.compute_weight_bytes, memory.main_weight_bytes, memory.main_grad_bytes)
     assert away_bytes(planned) == sum(memory.away.values())
     assert optimizer_bytes(planned) == live.describe().memory.optimizer_bytes
     resident = plan_model(Tower((32, 32, 64)).bfloat16(), make_setup(1, policy=BF16), [Floor])

@@ -56,12 +56,7 @@ def _sent(timeline: Timeline, axis: str | None = None) -> Traffic:
         if axis in (None, one.axis):
             is_gather = one.purpose == "gather"
             total = total.plus(
-                Traffic(
-                    int(is_gather),
-                    int(not is_gather),
-                    one.num_bytes * is_gather,
-                    one.num_bytes * (not is_gather),
-                )
+                Traffic(int(is_gather), int(not is_gather), one.num_bytes * is_gather, one.num_bytes * (not is_gather))
             )
     return total
 

@@ -45,12 +45,8 @@ CASES = {
     "fully hybrid": (
         4,
         (
-            *UNITS,
-            "optim_grads_params",
-            "--num-distributed-optimizer-instances",
-            "2",
-            "--outer-dp-sharding-strategy",
-            "optim",
+            *(*UNITS, "optim_grads_params"),
+            *("--num-distributed-optimizer-instances", "2", "--outer-dp-sharding-strategy", "optim"),
         ),
     ),
 }

@@ -70,8 +70,7 @@ def saving_slowly(argv: Sequence[str]) -> int:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("numbers", "saving"),
-    [((signal.SIGTERM, signal.SIGTERM), ()), ((signal.SIGHUP,), ("--async-save",))],
+    ("numbers", "saving"), [((signal.SIGTERM, signal.SIGTERM), ()), ((signal.SIGHUP,), ("--async-save",))]
 )
 def test_asked_to_end_while_it_saves(numbers: tuple[int, ...], saving: tuple[str, ...], tmp_path: Path) -> None:
     run = Started(saving_slowly, tmp_path, "--save-interval", "3", *saving)

@@ -24,15 +24,7 @@ from megatron_fsdp.train.failures import (
 )
 from tests.support.forked_programs import Program, trainer
 from tests.support.on_ranks import on_ranks, once
-from tests.support.train_program import (
-    LIMIT_S,
-    OPTIONS,
-    environment,
-    metrics,
-    run,
-    train,
-    write_text,
-)
+from tests.support.train_program import LIMIT_S, OPTIONS, environment, metrics, run, train, write_text
 from tests.train.test_program import SECRETS, assert_hushed
 
 

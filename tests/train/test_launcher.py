@@ -20,12 +20,7 @@ from tests.conftest import RunRanks
 from tests.support.forked_programs import Program, trainer
 from tests.support.on_ranks import on_ranks
 from tests.support.source_tree import ROOT
-from tests.support.train_program import (
-    LIMIT_S,
-    OPTIONS,
-    environment,
-    this_rank,
-)
+from tests.support.train_program import LIMIT_S, OPTIONS, environment, this_rank
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,7 @@ import torch
 
 from megatron_fsdp.trace.recorder import Recorder
 from megatron_fsdp.train.loop import Run, train
-from megatron_fsdp.train.measure import (
-    Speed,
-    StepRecord,
-    optimizer_bytes,
-    peak_by_name,
-    peak_bytes,
-    peak_tflops,
-)
+from megatron_fsdp.train.measure import Speed, StepRecord, optimizer_bytes, peak_by_name, peak_bytes, peak_tflops
 from megatron_fsdp.train.models.trained import build
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import World, resolve

@@ -13,15 +13,7 @@ from megatron_fsdp.train.measure import Evaluation, Progress, Speed, StepRecord,
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job, World, resolve
 from megatron_fsdp.train.ranks import Rank
-from megatron_fsdp.train.recorder import (
-    JsonLines,
-    Recorder,
-    from_line,
-    header_rows,
-    read_lines,
-    to_json,
-    to_line,
-)
+from megatron_fsdp.train.recorder import JsonLines, Recorder, from_line, header_rows, read_lines, to_json, to_line
 from tests.support.array_tokens import token_data
 from tests.train.records import record
 

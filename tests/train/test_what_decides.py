@@ -46,11 +46,7 @@ def facts(*options: str) -> dict[str, str]:
         ("--bf16", "--megatron-fsdp-main-params-dtype auto", ["the dtype of main weights was float32 and is bfloat16"]),
         ("--bf16 --use-torch-fsdp2", "", []),
         ("--bf16", "--fp8-param-gather", ["--megatron-fsdp-weight-format was none and is *=fp8"]),
-        (
-            "--bf16 --fp8-param-gather",
-            "--fp8-recipe mxfp8",
-            ["--megatron-fsdp-weight-format was *=fp8 and is *=mxfp8"],
-        ),
+        ("--bf16 --fp8-param-gather", "--fp8-recipe mxfp8", ["--megatron-fsdp-weight-format was *=fp8 and is *=mxfp8"]),
         ("--no-qk-layernorm", "--num-attention-heads 1", HEADS),
         ("", "--normalization LayerNorm", ["normalization of the model was RMSNorm and is LayerNorm"]),
         (

@@ -245,8 +245,7 @@ def reads_weights_at_once() -> AbstractContextManager[Any]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "fault"),
-    [(1, nullcontext), (3, nullcontext), (1, not_waited_for), (3, reads_weights_at_once)],
+    ("strategy", "fault"), [(1, nullcontext), (3, nullcontext), (1, not_waited_for), (3, reads_weights_at_once)]
 )
 @on_ranks(2)
 def test_nothing_is_in_flight_when_a_tensor_is_yielded(strategy: int, fault: Callable[[], Any]) -> None:

@@ -10,12 +10,7 @@ from hypothesis import given
 from torch import Tensor
 
 from megatron_fsdp.checkpoint.hf.files import portions
-from megatron_fsdp.checkpoint.hf.live import (
-    CannotFollowError,
-    FileTensor,
-    Followed,
-    map_keys,
-)
+from megatron_fsdp.checkpoint.hf.live import CannotFollowError, FileTensor, Followed, map_keys
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 
 transformers = pytest.importorskip("transformers")

@@ -13,13 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.diff import diff
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
-from megatron_fsdp.checkpoint.inspect import (
-    BLOCK,
-    inspect_folder,
-    parse_part,
-    show,
-    statistics_of,
-)
+from megatron_fsdp.checkpoint.inspect import BLOCK, inspect_folder, parse_part, show, statistics_of
 from megatron_fsdp.checkpoint.store import locate
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.test_load import contents, step, wrap

@@ -11,15 +11,7 @@ from torch import Tensor
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import TrainingOptions
 from tests.conftest import RunRanks
-from tests.train.models.runs import (
-    IDS,
-    LLAMA,
-    MIXTRAL,
-    initial_weights,
-    job_of,
-    plain_model,
-    refusal_of_building,
-)
+from tests.train.models.runs import IDS, LLAMA, MIXTRAL, initial_weights, job_of, plain_model, refusal_of_building
 
 UNITS = {"use_megatron_fsdp": True}
 FSDP2 = {"use_torch_fsdp2": True}
@@ -36,13 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full(short=["engine0"])
 @pytest.mark.parametrize(
-    "engine",
-    [
-        UNITS,
-        {**UNITS, "tensor_model_parallel_size": 2},
-        FSDP2,
-        {**UNITS, "pipeline_model_parallel_size": 2},
-    ],
+    "engine", [UNITS, {**UNITS, "tensor_model_parallel_size": 2}, FSDP2, {**UNITS, "pipeline_model_parallel_size": 2}]
 )
 def test_weights_are_those_of_the_folder(run_ranks: RunRanks, folder: Path, engine: dict[str, Any]) -> None:
     stored = load_file(folder / "model.safetensors")

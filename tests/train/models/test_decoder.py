@@ -3,13 +3,7 @@ import torch
 from torch import Tensor
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.models.decoder import (
-    Decoder,
-    ModelShape,
-    next_token_loss,
-    recompute,
-    split_for_decay,
-)
+from megatron_fsdp.train.models.decoder import Decoder, ModelShape, next_token_loss, recompute, split_for_decay
 
 SHAPE = ModelShape(vocab_size=11, num_layers=2, dim=16, num_heads=2, hidden_dim=24)
 OTHER = ModelShape(

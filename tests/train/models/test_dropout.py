@@ -79,10 +79,7 @@ def train_by_microbatch(values: dict[str, Any], first: dict[str, Tensor]) -> tup
 
 
 @pytest.mark.full(short=["2-engine0"])
-@pytest.mark.parametrize(
-    ("ranks", "engine"),
-    [(2, {**UNITS, **FULL}), (3, {"overlap_grad_reduce": True}), (3, FSDP2)],
-)
+@pytest.mark.parametrize(("ranks", "engine"), [(2, {**UNITS, **FULL}), (3, {"overlap_grad_reduce": True}), (3, FSDP2)])
 def test_the_same_is_dropped_on_any_ranks(
     run_ranks: RunRanks, values: dict[str, Any], ranks: int, engine: dict[str, Any]
 ) -> None:

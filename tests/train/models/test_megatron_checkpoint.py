@@ -17,25 +17,8 @@ from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints
 from megatron_fsdp.train.loop import train
 from tests.conftest import RunRanks
 from tests.support.on_ranks import on_ranks, refusal
-from tests.support.torch_dist import (
-    SLOTS,
-    STEP,
-    GptSpec,
-    Truth,
-    WriteOptions,
-    make_truth,
-    write_torch_dist,
-)
-from tests.train.models.runs import (
-    DECODER,
-    NoCheckpoints,
-    Results,
-    Silent,
-    job_of,
-    prepare,
-    results_of,
-    some_feed,
-)
+from tests.support.torch_dist import SLOTS, STEP, GptSpec, Truth, WriteOptions, make_truth, write_torch_dist
+from tests.train.models.runs import DECODER, NoCheckpoints, Results, Silent, job_of, prepare, results_of, some_feed
 
 HEADS, GROUPS, HEAD_DIM, SAMPLES = 4, 2, 4, 35
 GATED = GptSpec(hidden=16, ffn=24, vocabulary=64)

@@ -76,13 +76,7 @@ TABLE: dict[str, tuple[int, dict[str, Any]]] = {
         {**SHARDED_BUCKETS, **PIPELINE, "global_batch_size": 11},
         {**TWO, **PIPELINE},
     ),
-    **numbered(
-        "experts",
-        2,
-        MIXTRAL,
-        {**FSDP2, **EXPERT},
-        {**BUCKETS, **MASKED, **EXPERT},
-    ),
+    **numbered("experts", 2, MIXTRAL, {**FSDP2, **EXPERT}, {**BUCKETS, **MASKED, **EXPERT}),
     **numbered(
         "experts on four",
         4,

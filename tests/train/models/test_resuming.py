@@ -7,15 +7,7 @@ import pytest
 import torch
 
 from tests.conftest import RunRanks
-from tests.train.models.runs import (
-    DECODER,
-    LLAMA,
-    MIXTRAL,
-    TIED,
-    Results,
-    train_plainly,
-    train_with_checkpoints,
-)
+from tests.train.models.runs import DECODER, LLAMA, MIXTRAL, TIED, Results, train_plainly, train_with_checkpoints
 
 FSDP2 = {"use_torch_fsdp2": True}
 UNITS = {"use_megatron_fsdp": True}

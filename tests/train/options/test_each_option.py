@@ -73,8 +73,7 @@ def test_recipes_that_mean_nothing_are_refused(words: str, message: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "degree"),
-    [("", 1), ("p2p", 1), ("all_gather all_gather", 1), ("a2a", 4), (f"a2a+p2p {LEVELS} 2 2", 2)],
+    ("words", "degree"), [("", 1), ("p2p", 1), ("all_gather all_gather", 1), ("a2a", 4), (f"a2a+p2p {LEVELS} 2 2", 2)]
 )
 def test_a_kind_of_communication_chooses_how_many_ranks_exchange_heads(words: str, degree: int) -> None:
     given = f"{UNITS} {CONTEXT} --cp-comm-type {words}" if words else f"{UNITS} {CONTEXT}"
