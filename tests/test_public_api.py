@@ -1,11 +1,9 @@
 """Names, order and defaults of the public API, and what importing it does not do. Clients inspect these signatures."""
 
-import importlib
 import inspect
 import json
 import subprocess
 import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -92,24 +90,6 @@ def test_the_package_says_who_it_is() -> None:
     assert values["__package_name__"] == "megatron_fsdp"
     assert values["__version__"].startswith(values["__shortversion__"] + ".")
     assert values["__license__"] == "Apache-2.0"
-
-
-def test_fully_shard_is_a_function_and_a_submodule() -> None:
-    submodule = importlib.import_module("megatron_fsdp.fully_shard")
-    assert isinstance(submodule, ModuleType)
-    assert inspect.isfunction(megatron_fsdp.fully_shard)
-    assert submodule.fully_shard is megatron_fsdp.fully_shard
-    assert submodule.fully_shard_model is megatron_fsdp.fully_shard_model
-    assert submodule.fully_shard_optimizer is megatron_fsdp.fully_shard_optimizer
-    assert submodule.MixedPrecisionPolicy is megatron_fsdp.MixedPrecisionPolicy
-    assert [strategy.name for strategy in submodule.ShardingStrategy] == [
-        "no_shard",
-        "optim",
-        "optim_grads",
-        "optim_grads_params",
-    ]
-    submodule = importlib.import_module("megatron_fsdp.megatron_fsdp")
-    assert submodule.MegatronFSDP is megatron_fsdp.MegatronFSDP
 
 
 # ---- what an import does not do --------------------------------------------------------------------------------------

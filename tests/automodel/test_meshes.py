@@ -34,7 +34,7 @@ from megatron_fsdp.automodel.meshes import (
     get_submesh,
     set_up_ranks,
 )
-from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, ParallelSizeError
 from tests.automodel.test_gradients import accumulate_like_the_whole_batch
 from tests.automodel.training import assert_trained_alike, managed, reference, saved, strategy, train
 from tests.conftest import RunRanks
@@ -52,8 +52,7 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
 def described(context: MeshContext) -> dict[str, Any]:
     """Names, shape and, for each axis, this rank's neighbours on it."""
     mesh, experts = context.device_mesh, context.moe_mesh
-    if mesh is None:
-        return {"names": None, "experts": experts, "device": str(context.device), "data_rank": context.data_rank}
+    assert mesh is not None
     flat = ("dp", "dp_shard_cp", "dp_cp")
     known = [*(mesh.mesh_dim_names or ()), *(name for name in flat if name in mesh._flatten_mapping)]
     return {
@@ -73,61 +72,28 @@ def describe_meshes(config: Any, cases: list[dict[str, int]]) -> list[dict[str, 
 def test_fsdp2_mesh_of_four_ranks_has_five_axes_and_three_across_several(run_ranks: RunRanks) -> None:
     cases = [{"tp_size": 2}, {"cp_size": 2}, {"dp_replicate_size": 2}, {"pp_size": 2}]
     by_rank = run_ranks(4, describe_meshes, FSDP2, cases)
-    tensor, context, copies, pipeline = by_rank[1]
     assert all(case["names"] == FSDP2_AXES for case in by_rank[1])
-    assert [case["shape"] for case in by_rank[1]] == [
-        (1, 1, 2, 1, 2),
-        (1, 1, 2, 2, 1),
-        (1, 2, 2, 1, 1),
-        (2, 1, 2, 1, 1),
+    shapes = [(1, 1, 2, 1, 2), (1, 1, 2, 2, 1), (1, 2, 2, 1, 1), (2, 1, 2, 1, 1)]
+    assert [case["shape"] for case in by_rank[1]] == shapes
+    pair, half, everyone = [1, 3], [0, 1], [0, 1, 2, 3]
+    assert [[case["axes"][name] for name in (*FSDP2_AXES, "dp", "dp_shard_cp", "dp_cp")] for case in by_rank[1]] == [
+        [[1], [1], pair, [1], half, pair, pair, pair],
+        [[1], [1], pair, half, [1], pair, everyone, everyone],
+        [[1], pair, half, [1], [1], everyone, half, everyone],
+        [pair, [1], half, [1], [1], half, half, half],
     ]
-    assert tensor["axes"] == {
-        "pp": [1],
-        "dp_replicate": [1],
-        "dp_shard": [1, 3],
-        "cp": [1],
-        "tp": [0, 1],
-        "dp": [1, 3],
-        "dp_shard_cp": [1, 3],
-        "dp_cp": [1, 3],
-    }
-    assert {name: context["axes"][name] for name in ("cp", "dp_shard", "dp", "dp_shard_cp", "dp_cp")} == {
-        "cp": [0, 1],
-        "dp_shard": [1, 3],
-        "dp": [1, 3],
-        "dp_shard_cp": [0, 1, 2, 3],
-        "dp_cp": [0, 1, 2, 3],
-    }
-    assert {name: copies["axes"][name] for name in ("dp_replicate", "dp_shard", "dp", "dp_shard_cp", "dp_cp")} == {
-        "dp_replicate": [1, 3],
-        "dp_shard": [0, 1],
-        "dp": [0, 1, 2, 3],
-        "dp_shard_cp": [0, 1],
-        "dp_cp": [0, 1, 2, 3],
-    }
-    assert {name: pipeline["axes"][name] for name in ("pp", "dp_shard", "dp", "dp_cp")} == {
-        "pp": [1, 3],
-        "dp_shard": [0, 1],
-        "dp": [0, 1],
-        "dp_cp": [0, 1],
-    }
     assert by_rank[2][0]["axes"]["dp"] == [0, 2]
     data_ranks = [[case["data_rank"] for case in found] for found in zip(*by_rank, strict=True)]
     assert data_ranks == [[0, 0, 1, 1], [0, 0, 1, 1], [0, 1, 2, 3], [0, 1, 0, 1]]
-    assert tensor["experts"] is None
-    assert tensor["device"] == "cpu"
+    assert (by_rank[1][0]["experts"], by_rank[1][0]["device"]) == (None, "cpu")
 
 
 def test_expert_mesh_lies_across_the_ranks_of_a_stage_with_experts_innermost(run_ranks: RunRanks) -> None:
     cases = [{"ep_size": 2}, {"ep_size": 4}, {"ep_size": 2, "tp_size": 2}, {"ep_size": 2, "pp_size": 2}]
     by_rank = run_ranks(4, describe_meshes, FSDP2, cases)
     names = ("ep_shard", "ep")
-    assert [case["experts"] for case in by_rank[0]] == [
-        (names, [[0, 1], [2, 3]]),
-        (names, [[0, 1, 2, 3]]),
-        (names, [[0, 1], [2, 3]]),
-        (names, [[0, 1]]),
-    ]
+    ranks = [[[0, 1], [2, 3]], [[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0, 1]]]
+    assert [case["experts"] for case in by_rank[0]] == [(names, each) for each in ranks]
     assert by_rank[3][3]["experts"] == (names, [[2, 3]])
     assert by_rank[3][0]["axes"]["dp_shard"] == [0, 1, 2, 3]
 
@@ -294,17 +260,21 @@ def test_setups_and_meshes_stand_in_place_of_sizes(tmp_path: Path) -> None:
     folder, config = saved("llama", tmp_path), strategy("megatron_fsdp")
     mesh, _ = create_device_mesh(config, tp_size=2)
     bare = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
-    ways: list[dict[str, Any]] = [
-        {"distributed_setup": DistributedSetup.build(config, tp_size=2)},
-        {"distributed_config": config, "device_mesh": mesh},
-        {"distributed_config": config, "device_mesh": bare},
+    setup = DistributedSetup.build(config, tp_size=2)
+    around = DistributedSetup(mesh_context=MeshContext.from_meshes(mesh), strategy_config=config)
+    assert around["tp_size"] == 2
+    ways: list[tuple[dict[str, Any], DeviceMesh | None]] = [
+        ({"distributed_setup": setup}, None),
+        ({"distributed_setup": around}, mesh),
+        ({"distributed_config": config, "device_mesh": mesh}, mesh),
+        ({"distributed_config": config, "device_mesh": bare}, bare),
     ]
-    for way in ways:
-        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, **way)
+    truth = reference("llama", steps=1)
+    for way, given in ways:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **way)
         assert model.mesh_context.sizes == ParallelSizes(tp=2)
-        assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
-    assert model.mesh_context.device_mesh is bare
-    setup = ways[0]["distributed_setup"]
+        assert given is None or model.mesh_context.device_mesh is given
+        assert_trained_alike(train(model, steps=1), truth)
     for other in ({"tp_size": 1}, {"distributed_config": config}, {"pipeline_config": PipelineConfig()}):
         with pytest.raises(ConfigurationError, match="distributed_setup replaces"):
             AutoModelForCausalLM.from_pretrained(str(folder), distributed_setup=setup, **other)
@@ -315,6 +285,11 @@ def test_setups_and_meshes_stand_in_place_of_sizes(tmp_path: Path) -> None:
     for other, problem in ((strategy("fsdp2"), "FSDP2Config takes"), (strategy("ddp"), "DDPConfig takes none")):
         with pytest.raises(ConfigurationError, match=problem):
             AutoModelForCausalLM.from_pretrained(str(folder), distributed_config=other, device_mesh=mesh)
+    with pytest.raises(TypeError, match="device_mesh is a MeshContext"):
+        AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, device_mesh=around.mesh_context)
+    for name in ("fp8_config", "qat_config", "compile_config"):
+        with pytest.raises(NotSupportedYetError, match=f"{name} is not supported yet: "):
+            AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **{name: object()})
 
 
 @on_ranks(2)

@@ -215,23 +215,6 @@ def test_a_setup_has_parts_of_its_own() -> None:
             DistributedSetup.build(**fields)
 
 
-@on_ranks(2)
-def test_a_setup_around_meshes_trains_as_one_process(tmp_path: Any) -> None:
-    config = strategy("megatron_fsdp")
-    mesh, _ = create_device_mesh(config, tp_size=2)
-    folder = saved("llama", tmp_path)
-    setup = DistributedSetup(mesh_context=MeshContext.from_meshes(mesh), strategy_config=config)
-    assert setup["tp_size"] == 2
-    model = AutoModelForCausalLM.from_pretrained(folder, distributed_setup=setup, torch_dtype=torch.float32)
-    assert model.mesh_context.device_mesh is mesh
-    assert_trained_alike(train(model, steps=1), reference("llama", steps=1))
-    with pytest.raises(TypeError, match="device_mesh is a MeshContext"):
-        AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, device_mesh=setup.mesh_context)
-    for name in ("fp8_config", "qat_config", "compile_config"):
-        with pytest.raises(NotSupportedYetError, match=f"{name} is not supported yet: "):
-            AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **{name: object()})
-
-
 # ---- the section of YAML ---------------------------------------------------------------------------------------------
 
 

@@ -269,8 +269,6 @@ def test_errors_of_any_rank_are_errors_of_all_and_nothing_is_published(tmp_path:
     without_sync = CheckpointStore(root, ops=CannotSync())
     assert "failed (OSError: [Errno 5] cannot sync" in told(lambda: without_sync.write(20, rank_file))
     assert "exists; pass overwrite=True" in told(lambda: store.write(10, rank_file))
-    differ = "ranks differ: iteration is 30 on rank 0, 31 on rank 1; give the same on every rank"
-    assert told(lambda: store.write(30 + rank, rank_file)) == differ
     in_the_way, mine = root / POINTER if rank == 0 else root, root / f"rank{rank}"
     assert "NotADirectoryError" in told(lambda: CheckpointStore(in_the_way).write(20, rank_file))
     apart = told(lambda: CheckpointStore(mine, patience_s=0.2).write(20, rank_file))

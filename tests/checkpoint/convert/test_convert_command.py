@@ -45,7 +45,6 @@ def test_the_commands_of_the_guide(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--swiglu", "SRC", "DST"], 2),
         (["--swiglu", "none", "SRC", "DST"], 0),
         (["--swiglu=all", "SRC", "DST"], 2),
         (["--swiglu-modules", "decoder", "SRC", "DST"], 2),
