@@ -104,7 +104,7 @@ def hanging(argv: Sequence[str]) -> int:
 def test_a_hang_is_explained_first_also_where_ranks_outlive_sigterm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Started(hanging, tmp_path, "--distributed-timeout-minutes", "0.05")
+    run = Started(hanging, tmp_path, "--distributed-timeout-minutes", "0.25")  # to start, too
     code, _, errors = run.end()
     assert code == 1
     assert errors.startswith("rank 0, all ranks were ended: Traceback")
