@@ -188,22 +188,14 @@ def test_the_advanced_example_trains_saves_and_loads_and_warns_once_of_old_keywo
     loaded = weights(model)
 
     train(model, optimizer, 2, first=3)
-    found = {
-        "warnings": said,
-        "policy": (policy.main_params_dtype, policy.main_grads_dtype, policy.grad_comm_dtype),
-        "sharded": all(isinstance(param, DTensor) for param in model.parameters()),
-        "trained": largest_difference(saved, reference_weights(3)),
-        "loaded": largest_difference(loaded, saved),
-        "repeated": largest_difference(weights(model), end),
-    }
-    assert found["sharded"]
-    assert found["trained"] <= TOLERANCE
-    assert found["loaded"] == found["repeated"] == 0.0
-    assert found["policy"] == (torch.float32, None, None)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert largest_difference(saved, reference_weights(3)) <= TOLERANCE
+    assert largest_difference(loaded, saved) == largest_difference(weights(model), end) == 0.0
+    assert (policy.main_params_dtype, policy.main_grads_dtype, policy.grad_comm_dtype) == (torch.float32, None, None)
     if dist.get_rank() > 0:  # one rank warns for all
-        assert not found["warnings"]
+        assert not said
         return
-    ((category, message, filename),) = found["warnings"]
+    ((category, message, filename),) = said
     assert (category, filename) == ("FutureWarning", Path(__file__).name)
     assert message == (
         "grad_reduce_in_fp32=False is deprecated and was taken as mixed_precision_policy=MixedPrecisionPolicy("

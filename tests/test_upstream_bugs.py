@@ -33,7 +33,6 @@ Loud ones:
 
 import inspect
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -42,7 +41,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
-from tests.conftest import RunRanks
 from tests.support.api_net import Layer, batches, build, largest_difference, mesh, train, weights
 from tests.support.on_ranks import on_ranks
 
@@ -84,25 +82,17 @@ def test_without_overlap_every_rank_computes_with_the_weights_of_the_last_step(
 # ---- 11: arguments that are dropped --------------------------------------------------------------------------------
 
 
-def passed_on() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keywords given to `fully_shard`, another value for each, and those that it hands to `fully_shard_model`."""
+@on_ranks(1)
+def test_the_one_call_hands_every_argument_on() -> None:
     net, values = build(), {name: object() for name in list(inspect.signature(fully_shard_model).parameters)[2:]}
     values |= {"zero_dp_strategy": 2, "zero_dp_strategy_experts": 1, "cuda_graph_mode": False}
-    module = inspect.getmodule(fully_shard)
-    with mock.patch.object(module, "fully_shard_model", autospec=True, side_effect=InterruptedError) as called:
-        try:
-            fully_shard(net, sgd(net), mesh(), **values)
-        except InterruptedError:
-            return {name: str(value) for name, value in values.items()}, {
-                name: str(value) for name, value in called.call_args.kwargs.items()
-            }
-    raise AssertionError("fully_shard did not call fully_shard_model")
-
-
-def test_the_one_call_hands_every_argument_on(run_ranks: RunRanks) -> None:
-    ((given, passed),) = run_ranks(1, passed_on)
-    assert len(given) > 40
-    assert given == passed
+    assert len(values) > 40
+    patched = mock.patch.object(
+        inspect.getmodule(fully_shard), "fully_shard_model", autospec=True, side_effect=InterruptedError
+    )
+    with patched as called, pytest.raises(InterruptedError):
+        fully_shard(net, sgd(net), mesh(), **values)
+    assert called.call_args.kwargs == values
 
 
 # ---- 14: loaded, but not used --------------------------------------------------------------------------------------

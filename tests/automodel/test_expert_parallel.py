@@ -37,7 +37,7 @@ from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.dcp_contents import assert_same_contents, contents, state_of
 from tests.support.language_models import batch_of, build, label_count, token_loss_sum
-from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, refusal
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, of_ranks, on_ranks, refusal
 
 TOKENS, CHOSEN, NUM_EXPERTS, HIDDEN = 12, 2, 4, 32
 NAME = "model.layers.0.mlp.experts"
@@ -102,8 +102,8 @@ def run_divided(shares: list[tuple[int, int]]) -> list[list[dict[str, Tensor]]]:
 def test_tokens_of_ranks_with_many_few_and_none_are_computed_as_together(run_ranks: RunRanks) -> None:
     whole_run = run(build("mixtral", num_hidden_layers=1).get_submodule(NAME), 0, TOKENS)
     shares = [(0, 6), (0, 11), (0, 0)]
-    on_ranks = run_ranks(2, run_divided, shares)
-    for share, first, second in zip(shares, *on_ranks, strict=True):
+    by_rank = run_ranks(2, run_divided, shares)
+    for share, first, second in zip(shares, *by_rank, strict=True):
         for again in (0, 1):
             for name in ("out", "tokens", "weights"):
                 joined = torch.cat([first[again][name], second[again][name]])
@@ -114,33 +114,25 @@ def test_tokens_of_ranks_with_many_few_and_none_are_computed_as_together(run_ran
             assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def count_collectives(recompute: bool) -> tuple[list[Any], list[Any]]:
-    model = build("mixtral", num_hidden_layers=2)
+@pytest.mark.parametrize("recompute", [False, True])
+@on_ranks(2)
+def test_a_layer_sends_counts_and_rows_twice_and_gradients_of_rows_twice(recompute: bool) -> None:
+    model, tokens = build("mixtral", num_hidden_layers=2), batch_of()["input_ids"]
     parallelize_experts(model, expert_mesh(2)["ep"])
     if recompute:
         model.activation_checkpointing_enable()
-    tokens = batch_of()["input_ids"]
     with Sent() as forward:
         loss = model(input_ids=tokens, use_cache=False).logits.sum()
     with Sent() as backward:
         loss.backward()
-    return forward.calls, backward.calls
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_layer_sends_counts_and_rows_twice_and_gradients_of_rows_twice(run_ranks: RunRanks, recompute: bool) -> None:
-    rows = batch_of()["input_ids"].numel() * CHOSEN
-    found = run_ranks(2, count_collectives, recompute)
-    for forward, backward in found:
-        kinds = Counter((name, is_float) for name, _, is_float in forward)
-        assert kinds == {("alltoall_base_", False): 2, ("all_to_all_single", True): 4}
-        kinds = Counter((name, is_float) for name, _, is_float in backward)
-        again = {("alltoall_base_", False): 2} if recompute else {}
-        assert kinds == {**again, ("all_to_all_single", True): 8 if recompute else 4}
+    kinds, again = (Counter((name, is_float) for name, _, is_float in sent.calls) for sent in (forward, backward))
+    assert kinds == {("alltoall_base_", False): 2, ("all_to_all_single", True): 4}
+    counts = {("alltoall_base_", False): 2} if recompute else {}
+    assert again == {**counts, ("all_to_all_single", True): 8 if recompute else 4}
+    by_rank, rows = of_ranks([count for _, count, is_float in forward.calls if is_float]), tokens.numel() * CHOSEN
     for layer in range(2):
-        sent = [[n for _, n, is_float in forward if is_float][2 * layer :][:2] for forward, _ in found]
-        assert [first for first, _ in sent] == [rows, rows]
-        assert sum(second for _, second in sent) == 2 * rows
+        assert [sent[2 * layer] for sent in by_rank] == [rows, rows]
+        assert sum(sent[2 * layer + 1] for sent in by_rank) == 2 * rows
 
 
 @pytest.mark.parametrize(

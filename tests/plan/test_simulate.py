@@ -15,11 +15,11 @@ from megatron_fsdp.comm.axis import real_values
 from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
-from megatron_fsdp.plan.simulate import SimulatedModel, simulated_model, simulated_ranks
+from megatron_fsdp.plan.simulate import simulated_model, simulated_ranks
 from tests.conftest import RunRanks
 from tests.support.formulas import footprints_of
-from tests.support.on_ranks import fixed_seed
-from tests.support.zoo import MODEL_CASES, ModelName
+from tests.support.on_ranks import fixed_seed, on_ranks
+from tests.support.zoo import MODEL_CASES, TOWER_FEATURES, ModelName, Tower, tower_loss
 
 _BF16_COMPUTE = MixedPrecisionPolicy(main_params_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
 
@@ -111,26 +111,6 @@ def test_simulated_rank_equals_a_real_one(job: Job, run_ranks: RunRanks) -> None
                 assert _facts(job, mesh) == real
 
 
-class _Tower(nn.Module):
-    """Eight square layers: 8 * 64 * 64 elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def _step(simulated: SimulatedModel) -> None:
-    assert simulated.optimizer is not None
-    simulated.model(torch.zeros(2, 64)).sum().backward()
-    simulated.optimizer.step()
-    simulated.optimizer.zero_grad()
-
-
 def test_everything_is_put_back() -> None:
     """A real model works after a simulated one, and after one that failed."""
 
@@ -139,24 +119,23 @@ def test_everything_is_put_back() -> None:
 
     with pytest.raises(KeyError, match="no such model"), simulated_model(fails, num_ranks=2):
         pass
-    with simulated_model(_Tower, num_ranks=2, build_optimizer=torch.optim.AdamW) as simulated:
-        _step(simulated)
+    x = torch.ones(2, TOWER_FEATURES)
+    with simulated_model(Tower, num_ranks=2, build_optimizer=torch.optim.AdamW) as simulated:
+        assert simulated.optimizer is not None
+        tower_loss(simulated.model, x).backward()
+        simulated.optimizer.step()
     assert not dist.is_initialized()
-    model = _Tower()
+    model = Tower()
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 64)).sum().backward()
+    tower_loss(model, x).backward()
     optimizer.step()
-    assert bool(torch.isfinite(model.layers[0].weight).all())
+    assert bool(torch.isfinite(model.first.weight).all())
 
 
-def _simulates_inside_a_job() -> str:
-    with pytest.raises(ConfigurationError) as caught, simulated_model(_Tower, num_ranks=2):
+@on_ranks(2)
+def test_refused_where_there_are_process_groups() -> None:
+    with pytest.raises(ConfigurationError, match="has process groups already"), simulated_model(Tower, num_ranks=2):
         pass
-    return str(caught.value)
-
-
-def test_refused_where_there_are_process_groups(run_ranks: RunRanks) -> None:
-    assert all("has process groups already" in told for told in run_ranks(2, _simulates_inside_a_job))
 
 
 @pytest.mark.parametrize(
@@ -172,6 +151,6 @@ def test_refused_where_there_are_process_groups(run_ranks: RunRanks) -> None:
     ],
 )
 def test_refusals(arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigurationError, match=told), simulated_model(_Tower, **arguments):
+    with pytest.raises(ConfigurationError, match=told), simulated_model(Tower, **arguments):
         pass
     assert not dist.is_initialized()

@@ -1,6 +1,7 @@
 """What is recorded, against what is known of a step: the same values, exact bytes and counts, phases in place."""
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -208,16 +209,17 @@ def _hooks() -> tuple[int, int]:
     return len(pre), len(post)
 
 
-def _leave_no_trace() -> dict[str, Any]:
+@on_ranks(2)
+def test_the_last_steps_are_kept_and_afterwards_nobody_watches() -> None:
     model, optimizer = sharded_tower(2)
-    hooks = _hooks()
+    hooks, observers = _hooks(), engine_of(model).observers
     watcher = Recorder(model, steps=2)
     watcher.stop()  # before it began: nothing
-    assert not engine_of(model).observers.active
+    assert not observers.active
     with pytest.raises(TraceError, match="call start"):
         watcher.result()
     watcher.start()
-    assert engine_of(model).observers.active
+    assert observers.active
     assert _hooks() == (hooks[0] + 1, hooks[1] + 1)
     with pytest.raises(TraceError, match="another Recorder"):
         watcher.start()
@@ -229,38 +231,20 @@ def _leave_no_trace() -> dict[str, Any]:
         torch.optim.SGD([other]).step()  # of nobody's concern
     watcher.stop()
     watcher.stop()
-    after = _hooks()
-    is_off = not engine_of(model).observers.active
+    assert (_hooks(), bool(observers.active)) == (hooks, False)
     timeline = watcher.result()
     training.plain(model, data())
     optimizer.step()
-    return {
-        "hooks": (hooks, after),
-        "is_off": is_off,
-        "unchanged": watcher.result() == timeline,
-        "timeline": timeline,
-        "raised": _raise_inside(model),
+    assert watcher.result() == timeline
+    assert [window.index for window in timeline.steps] == [3, 4]
+    assert Counter((span.step, span.depth) for span in timeline.spans if span.phase == "optimizer") == {
+        (3, 0): 1,
+        (4, 0): 1,
     }
-
-
-def _raise_inside(model: MegatronFSDP) -> bool:
+    assert 0 < timeline.steps[0].start_ns < timeline.steps[0].end_ns == timeline.steps[1].start_ns
     with pytest.raises(RefusalError), trace(model, align=False):
         raise RefusalError
-    return engine_of(model).observers.active
-
-
-def test_the_last_steps_are_kept_and_afterwards_nobody_watches(run_ranks: RunRanks) -> None:
-    for found in run_ranks(2, _leave_no_trace):
-        assert found["hooks"][0] == found["hooks"][1]
-        assert found["is_off"]
-        assert found["unchanged"]
-        assert found["raised"] is False
-        timeline = found["timeline"]
-        assert [window.index for window in timeline.steps] == [3, 4]
-        assert Counter(span.step for span in timeline.spans if span.phase == "optimizer") == {3: 1, 4: 1}
-        assert {span.depth for span in timeline.spans if span.phase == "optimizer"} == {0}
-        assert timeline.steps[0].start_ns > 0
-        assert timeline.steps[0].end_ns == timeline.steps[1].start_ns
+    assert not observers.active
 
 
 @on_ranks(1)
@@ -282,36 +266,32 @@ def test_the_step_of_a_chain_is_one_span() -> None:
 CPU = (ProfilerActivity.CPU,)
 
 
-def _profiled(is_profiled: bool) -> dict[str, Any]:
-    """Three steps with a recording; a profiler, if any, sees the second one."""
+def _profiled(is_profiled: bool) -> tuple[list[float], Counter[str]]:
+    """Losses of three steps with a recording, and the ranges that a profiler, if any, sees of the second one."""
     model, optimizer = sharded_tower(3)
     losses: list[float] = []
     names: Counter[str] = Counter()
-    phases: Counter[str] = Counter()
     with trace(model) as recording:
         for step in range(3):
-            profiler = profile(activities=CPU, acc_events=True) if is_profiled and step == 1 else None
+            is_seen = is_profiled and step == 1
+            with profile(activities=CPU, acc_events=True) if is_seen else nullcontext() as profiler:
+                losses += training.plain(model, data(step))
+                optimizer.step()
+                optimizer.zero_grad()
             if profiler is not None:
-                profiler.start()
-            losses += training.plain(model, data(step))
-            optimizer.step()
-            optimizer.zero_grad()
-            if profiler is not None:
-                profiler.stop()
                 names.update(event.name for event in profiler.events() if event.name.startswith("mfsdp/"))
-    timeline = recording.result()
-    for span in timeline.spans:
-        if span.step == 1 and span.phase in [phase.value for phase in Phase]:
-            phases[f"mfsdp/{span.phase} {timeline.units[span.unit]}"] += 1
-    return {"losses": losses, "names": names, "phases": phases, "open": bool(recording._ranges)}
+    assert not recording._ranges
+    if is_profiled:
+        timeline, known = recording.result(), {phase.value for phase in Phase}
+        spans = [span for span in timeline.spans if span.step == 1 and span.phase in known]
+        assert names == Counter(f"mfsdp/{span.phase} {timeline.units[span.unit]}" for span in spans)
+    return losses, names
 
 
-def test_a_profiler_sees_the_phases_of_its_steps_and_changes_nothing(run_ranks: RunRanks) -> None:
-    with_profiler, without = run_ranks(2, _profiled, True), run_ranks(2, _profiled, False)
-    for seen, plain in zip(with_profiler, without, strict=True):
-        assert seen["losses"] == plain["losses"]
-        assert plain["names"] == {}
-        assert seen["names"]["mfsdp/forward floors.3"] == 1
-        assert sum(name.startswith("mfsdp/backward") for name in seen["names"]) == FLOORS + 1
-        assert seen["names"] == seen["phases"]
-        assert not seen["open"]
+@on_ranks(2)
+def test_a_profiler_sees_the_phases_of_its_steps_and_changes_nothing() -> None:
+    (losses, seen), (expected, nothing) = _profiled(True), _profiled(False)
+    assert losses == expected
+    assert nothing == {}
+    assert seen["mfsdp/forward floors.3"] == 1
+    assert sum(name.startswith("mfsdp/backward") for name in seen) == FLOORS + 1

@@ -19,7 +19,6 @@ from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel
 from megatron_fsdp.automodel.tensor_parallel.plans import STYLE_NAMES
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from tests.automodel.training import assert_trained_alike, reference, train
-from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.language_models import VOCABULARY, batch_of, build
 from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
@@ -72,50 +71,35 @@ def test_given_plans_equal_one_process() -> None:
         assert_trained_alike(train(model, alone=True), reference(kind, steps=2, changes=SIZES))
 
 
-def divided(kind: str) -> list[str]:
-    """What is wrong with the parameters of a divided model, with and without sequence parallelism."""
-    wrong = []
-    mesh = mesh_of((2,), ("tp",))
+@pytest.mark.full(short=["deepseek_v3"])
+@pytest.mark.parametrize("kind", ["llama_tied", "gemma3", "deepseek_v3"])
+@on_ranks(2)
+def test_every_parameter_is_a_dtensor_with_a_gradient_placed_alike(kind: str) -> None:
     for splits_tokens in (False, True):
         model = build(kind, **SIZES)
         tied = sum(1 for _ in model.parameters())
-        parallelize_tensors(model, mesh, sequence_parallel=splits_tokens)
+        parallelize_tensors(model, mesh_of((2,), ("tp",)), sequence_parallel=splits_tokens)
         model(**batch_of()).loss.backward()
         params = dict(model.named_parameters())
-        wrong += [f"{name} is plain" for name, param in params.items() if not isinstance(param, DTensor)]
-        wrong += [] if len(params) == tied else ["weights are not tied any more"]
-        wrong += [
-            f"{name} has a gradient placed as {param.grad.placements}"
-            for name, param in params.items()
-            if param.grad is not None and param.grad.placements != param.placements
-        ]
-    return wrong
-
-
-@pytest.mark.full(short=["deepseek_v3"])
-@pytest.mark.parametrize("kind", ["llama_tied", "gemma3", "deepseek_v3"])
-def test_every_parameter_is_a_dtensor_with_a_gradient_placed_alike(run_ranks: RunRanks, kind: str) -> None:
-    assert run_ranks(2, divided, kind) == [[], []]
+        assert len(params) == tied
+        for name, param in params.items():
+            assert isinstance(param, DTensor), name
+            assert param.grad is None or param.grad.placements == param.placements, name
 
 
 @on_ranks(2)
 def test_experts_without_tokens_get_a_gradient_of_zero() -> None:
     """One token for two experts of four: some rank's experts get none."""
-    wrong = []
-    mesh = mesh_of((2,), ("tp",))
     gradients = []
     for divided in (False, True):
         model = build("mixtral", **SIZES)
         model.config._experts_implementation = "eager"
         if divided:
-            parallelize_tensors(model, mesh)
+            parallelize_tensors(model, mesh_of((2,), ("tp",)))
         model(input_ids=batch_of()["input_ids"][:1, :1], use_cache=False).logits.square().mean().backward()
         gradients.append({name: param.grad for name, param in model.named_parameters()})
     for name, right in gradients[0].items():
-        mine = gradients[1][name]
-        if (right is None) != (mine is None) or not torch.allclose(mine.full_tensor(), right, rtol=1e-4, atol=1e-6):
-            wrong.append(name)
-    assert wrong == []
+        torch.testing.assert_close(gradients[1][name].full_tensor(), right, rtol=1e-4, atol=1e-6, msg=name.__add__)
 
 
 def with_lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
@@ -240,26 +224,21 @@ class Holder(nn.Module):
 @on_ranks(2)
 def test_parameters_that_a_plan_names_equal_one_process() -> None:
     """A module whose own parameters are cut and whose output is summed; the same stored in parts and used whole."""
-    wrong = []
-    plans = (
+    for plan in (
         {"part": "all_reduce", "part.up": "colwise", "part.down": "rowwise"},
         {"part.up": "rowwise", "part.down": "colwise"},
-    )
-    mesh = mesh_of((2,), ("tp",))
-    for plan in plans:
+    ):
         gradients = []
         for divided in (False, True):
             model = Holder()
             if divided:
-                parallelize_tensors(model, mesh, plan=plan)
+                parallelize_tensors(model, mesh_of((2,), ("tp",)), plan=plan)
             tokens = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
             model(tokens).square().sum().backward()
             assert tokens.grad is not None
             up, down = model.part.up.grad, model.part.down.grad
             gradients.append([tokens.grad, *(g.full_tensor() if divided else g for g in (up, down))])
-        same = [torch.allclose(mine, right, rtol=1e-4) for right, mine in zip(*gradients, strict=True)]
-        wrong += [] if all(same) else [f"{plan}: {same}"]
-    assert wrong == []
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
 
 
 @on_ranks(2)
