@@ -109,9 +109,6 @@ def test_every_cut_is_a_partition_in_backward_order(
     assert len(open_kinds) == len(set(open_kinds))  # of each kind at most one bucket is not full
 
 
-# ---- who reads what --------------------------------------------------------------------------------------------------
-
-
 def readers(called: set[str], **owned: set[int]) -> dict[str, set[int]]:
     """Owners by name, with `_` for a dot and `model` for the root."""
     pairs = [("" if name == "model" else name.replace("_", "."), frozenset(found)) for name, found in owned.items()]
@@ -141,9 +138,6 @@ def make(
 
 def text(operations: Iterable[Operation]) -> str:
     return " ".join(str(operation) for operation in operations)
-
-
-# ---- weights ---------------------------------------------------------------------------------------------------------
 
 
 @given(st.sampled_from(GatherMode), st.lists(st.sets(st.integers(0, BUCKETS)), max_size=8))

@@ -189,9 +189,6 @@ def test_two_instances_send_a_share_of_each_bucket_across_as_well() -> None:
     assert counts.on(outer, ALL_REDUCE) == counts.on(outer) == (4, half)  # 2 * (1 - 1/2) of a half
 
 
-# ---- copies ----------------------------------------------------------------------------------------------------------
-
-
 def extra_operators(fields: Fields) -> dict[str, int]:
     """Operators of a steady forward and backward beyond those of the plain model."""
     model = wrap(fields)
@@ -220,9 +217,6 @@ def test_each_gradient_is_copied_once() -> None:
         fields = {**two, "use_distributed_optimizer": shards}
         assert extra_operators(fields) == copied
         assert extra_operators({**fields, "gradient_reduce_div_fusion": False}) == scaled
-
-
-# ---- buckets ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("shards", "num_ranks"), [(False, 3), (True, 3)])

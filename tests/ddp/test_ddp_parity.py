@@ -117,9 +117,6 @@ def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, num
     check_jobs(run_ranks, num_ranks, list(zip(*jobs, strict=True)), tolerances)
 
 
-# ---- the fully sharded engine, and several instances of the optimizer ------------------------------------------------
-
-
 @pytest.mark.unmerged
 @pytest.mark.full(short=["optim_grads_params"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
@@ -275,9 +272,6 @@ ALL = (REPLICATED, LATE, IN_TURN, TOGETHER)
 Settings = tuple[DdpSetting, ...]
 
 
-# ---- parts -----------------------------------------------------------------------------------------------------------
-
-
 class TwoHeads(nn.Module):
     """Two outputs, of which a loop may use one."""
 
@@ -325,9 +319,6 @@ def call_parts(run: Run) -> None:
 def test_parts_of_outputs_and_parts_of_models(run_ranks: RunRanks, settings: Settings) -> None:
     check_strategies(run_ranks, 2, Scenario(call_parts, vector_case(TwoHeads)), settings)
     check_strategies(run_ranks, 2, Scenario(backward_of_one_output, vector_case(TwoHeads)), settings)
-
-
-# ---- ranks without data ----------------------------------------------------------------------------------------------
 
 
 def one_rank_without_data(run: Run) -> None:

@@ -80,9 +80,6 @@ def test_patterns_accumulate_matching_gradients_in_float32(way: Fields) -> None:
     assert set(dtypes.values()) == {torch.float32}
 
 
-# ---- factors ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_division_before_the_sum_keeps_it_in_range(way: Fields) -> None:

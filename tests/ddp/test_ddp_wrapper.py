@@ -63,9 +63,6 @@ def test_ranks_with_other_configurations_are_all_refused(first: Fields, others: 
     assert any(name in message for name in {**first, **others} if first.get(name) != others.get(name))
 
 
-# ---- what is described -----------------------------------------------------------------------------------------------
-
-
 def bucketed(config: DistributedDataParallelConfig, steps: int = 0, **arguments: Any) -> Description:
     with simulated_ranks(4, rank=2) as mesh:
         model = DistributedDataParallel(config, Tower(), mesh, **arguments)

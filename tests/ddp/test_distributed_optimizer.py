@@ -209,9 +209,6 @@ def test_groups_zeros_and_bad_arguments() -> None:
     assert largest_difference(weights(wrapped), weights(reference)) <= TOLERANCE
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def whole_state(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Every state tensor, whole, by parameter and slot."""
     return {

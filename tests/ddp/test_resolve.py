@@ -155,10 +155,7 @@ FP32 = torch.float32
         ("megatron_fsdp_main_params_dtype=None", (None, None, None)),
         ("grad_reduce_in_fp32", (FP32, FP32, FP32)),
         ("grad_reduce_in_fp32 megatron_fsdp_grad_comm_dtype='fp32'", (FP32, FP32, FP32)),
-        (
-            "megatron_fsdp_main_grads_dtype='fp32' megatron_fsdp_grad_comm_dtype='bf16'",
-            (FP32, FP32, torch.bfloat16),
-        ),
+        ("megatron_fsdp_main_grads_dtype='fp32' megatron_fsdp_grad_comm_dtype='bf16'", (FP32, FP32, torch.bfloat16)),
     ],
 )
 def test_dtypes(given: str, policy: tuple[torch.dtype | None, ...]) -> None:

@@ -38,10 +38,7 @@ CHOICES: dict[WeightAllocator, dict[str, Any]] = {
 }
 
 
-CASES = [
-    *((allocator, 2) for allocator in CHOICES),
-    (WeightAllocator.SLOTS, 3),
-]
+CASES = [*((allocator, 2) for allocator in CHOICES), (WeightAllocator.SLOTS, 3)]
 GROUPS = 1 + len(WIDTHS)
 PROXIES = {WeightAllocator.SLOTS: 4, WeightAllocator.RESIZE: 4 + 4 * len(WIDTHS), WeightAllocator.DOUBLE_BUFFER: 8}
 """Bytes of the elements that released parameters point to; one per group whose memory was given back."""
@@ -113,9 +110,6 @@ def test_bytes_and_traffic_are_those_of_the_formulas(allocator: WeightAllocator,
     gathered = formula.gathered - kept
     own = unsharded_bytes + passing.local_sum + passing.cast_grads
     assert gathered <= peak <= gathered + formula.buckets + formula.scratch + own
-
-
-# ---- results -------------------------------------------------------------------------------------------------------
 
 
 def train_and_evaluate(run: Run) -> None:

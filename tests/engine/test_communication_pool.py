@@ -73,12 +73,7 @@ CASES: dict[str, tuple[int, torch.dtype, dict[str, Any], dict[str, int]]] = {
     "mixed": (2, torch.bfloat16, {"mixed_precision_policy": MIXED}, {}),
     "max pool": (2, torch.float32, {"maxpool_double_buffer": True}, {}),
     "hsdp": (4, torch.float32, {}, {"more": 1}),
-    "hfsdp mixed": (
-        4,
-        torch.bfloat16,
-        {"outer_dp_sharding_strategy": "optim", "mixed_precision_policy": MIXED},
-        {},
-    ),
+    "hfsdp mixed": (4, torch.bfloat16, {"outer_dp_sharding_strategy": "optim", "mixed_precision_policy": MIXED}, {}),
 }
 
 

@@ -95,8 +95,6 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
 
 
-# ---- parity ----------------------------------------------------------------------------------------------------------
-
 AUTOMATIC = (("fsdp_unit_modules", None),)
 SETTINGS = tuple(Setting(strategy, options=AUTOMATIC) for strategy in (3, 2, 1, 0))
 UNITS = ["", "tokens", "blocks.0", "blocks.1", "blocks.2", "head"]

@@ -181,9 +181,6 @@ def test_a_hook_that_returns_something_else_is_refused_by_name() -> None:
     refused("a post-accumulate-grad hook of head.bias returned a UnevenDTensor")
 
 
-# ---- registered before sharding --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_post_accumulate_hooks_from_before_sharding_see_the_reduced_gradient(strategy: int) -> None:
@@ -200,9 +197,6 @@ def test_post_accumulate_hooks_from_before_sharding_see_the_reduced_gradient(str
     backward(wrapped, next(batches(1)))
     assert kinds == ["UnevenDTensor"] * 7
     assert difference(wrapped, {name: grad * 0.5 for name, grad in whole_gradients(0).items()}) <= 1e-6
-
-
-# ---- gradients that are asked for by name ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", [1, 3])

@@ -24,10 +24,7 @@ pytestmark = pytest.mark.unmerged
 
 BF16, FP32 = torch.bfloat16, torch.float32
 STRATEGIES = list(ShardingStrategy)
-POLICIES = (
-    (FP32, MixedPrecisionPolicy()),
-    (BF16, MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=BF16)),
-)
+POLICIES = ((FP32, MixedPrecisionPolicy()), (BF16, MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=BF16)))
 
 
 def _backward_peak(model: nn.Module, x: torch.Tensor) -> int:

@@ -86,8 +86,6 @@ def test_parameters_refer_to_their_model_weakly_and_the_inner_module_misses_it()
         inner(torch.ones(2, 5))
 
 
-# ---- bytes -----------------------------------------------------------------------------------------------------------
-
 CASES: dict[str, dict[str, Any]] = {
     "no_shard, late": {"zero_dp_strategy": 0, "overlap_grad_reduce": False},
     "optim_grads": {"zero_dp_strategy": 2},

@@ -228,9 +228,6 @@ def test_state_of_three_units_at_most_is_on_the_device_while_the_next_comes_and_
     assert not [each for each in borrowed if each() is not None]
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.full(short=["all-state"])
 @pytest.mark.parametrize(("before", "after"), [("all", "state"), ("state", None)], ids=["all-state", "state-none"])
 @on_ranks(2)

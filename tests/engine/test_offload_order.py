@@ -248,9 +248,6 @@ def test_random_programs_are_ordered_and_give_the_bits_of_the_resident_run(run_r
     assert run_ranks(2, problems, range(first, first + 5)) == [[], []]
 
 
-# ---- each wait is needed ---------------------------------------------------------------------------------------------
-
-
 def buckets_are_lent_again_too_early() -> AbstractContextManager[Any]:
     return patch.object(ChainedWork, "wait", lambda relay: relay._first.wait())
 

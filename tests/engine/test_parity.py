@@ -24,13 +24,7 @@ from tests.support.case import (
     check_strategies,
 )
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed
-from tests.support.zoo import (
-    MODEL_CASES,
-    Batch,
-    MixedDtypeBlock,
-    ModelName,
-    odd_case,
-)
+from tests.support.zoo import MODEL_CASES, Batch, MixedDtypeBlock, ModelName, odd_case
 
 PLACES = [*((2, strategy) for strategy in range(4)), (1, 0), (1, 3), (3, 1), (3, 2), (3, 3), (4, 0), (4, 3)]
 """Ranks and strategies that train all models."""

@@ -206,9 +206,6 @@ def test_clearing_forgets_what_was_reduced_but_not_shown(run_ranks: RunRanks) ->
     check_strategies(run_ranks, 2, Scenario(clear_before_any_sync, UNUSED), (*MANUAL, REPLICATED, IN_TURN))
 
 
-# ---- two optimizers ------------------------------------------------------------------------------------------------
-
-
 def first_block(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(
         [p for name, p in model.named_parameters() if name.removeprefix("module.")[0] == "0"], lr=0.1

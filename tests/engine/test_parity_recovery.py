@@ -39,9 +39,6 @@ def _check(
     check_strategies(run_ranks, 2, Scenario(script, case), settings)
 
 
-# ---- evaluation ----------------------------------------------------------------------------------------------------
-
-
 def _evaluate(run: Run, index: int) -> None:
     run.model.eval()
     run.loss(index)

@@ -289,9 +289,6 @@ def test_parameter_that_comes_into_use_on_one_rank(run_ranks: RunRanks) -> None:
     check_strategies(run_ranks, 2, Scenario(branch_nowhere_at_first, vector_case(Branches)), EVERY_WAY[::2])
 
 
-# ---- recomputation ---------------------------------------------------------------------------------------------------
-
-
 PLACES: tuple[Where, ...] = ("units", "inside", "pairs", "all")
 
 

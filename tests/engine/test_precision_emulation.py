@@ -269,11 +269,7 @@ def test_every_cast_and_sum_is_in_the_dtype_it_is_promised_in(run_ranks: RunRank
 
 
 @pytest.mark.full(short=[str(MixedPrecisionPolicy(FP64, BF16, FP16))])
-@pytest.mark.parametrize(
-    "policy",
-    [MixedPrecisionPolicy(), MixedPrecisionPolicy(FP64, BF16, FP16)],
-    ids=str,
-)
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(FP64, BF16, FP16)], ids=str)
 def test_each_dtype_inside_a_unit_follows_by_itself(run_ranks: RunRanks, policy: MixedPrecisionPolicy) -> None:
     check(run_ranks, 2, [Job(MIXED, policy, strategy) for strategy in range(4)])
 
@@ -335,9 +331,6 @@ def test_a_second_gradient_for_the_same_bucket_is_scaled_like_the_first(run_rank
     case = ModelCase(TwiceRecomputed, MODEL_CASES["unused"].make_batch, with_grad_inputs, (UnusedBlock,))
     settings = [Setting(strategy, policy) for strategy in range(4)]
     check_strategies(run_ranks, 2, Scenario(accumulate_and_step, case), settings, band)
-
-
-# ---- what is done to copies ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full(cover=1)

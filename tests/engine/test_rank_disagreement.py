@@ -142,9 +142,6 @@ def test_different_choices_and_what_one_rank_sees_are_refused_alike_on_every_ran
         assert "rank" in message or name.startswith("seen by one"), name
 
 
-# ---- the ranks that differ do not reach all others -------------------------------------------------------------------
-
-
 @on_ranks(4)
 def test_ranks_of_other_groups_stop_too() -> None:
     """Beside tensor parallelism ranks 0 and 2 share parameters; of experts ranks 0 and 1 do."""
@@ -165,9 +162,6 @@ def test_ranks_of_other_groups_stop_too() -> None:
     changed = [param for name, param in wrapped.named_parameters() if ".experts." in name]
     changed[1 if rank == 1 else 0].requires_grad_(False)
     assert ": requires_grad of blocks.0." in refusal(wrapped, torch.zeros(1, 2, dtype=torch.long))
-
-
-# ---- different values are not a mistake that stops -------------------------------------------------------------------
 
 
 @on_ranks(2)

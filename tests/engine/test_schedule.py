@@ -14,12 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fsdp.engine.schedule import (
-    Operation,
-    RecordedOrder,
-    ScheduleConfig,
-    Scheduler,
-)
+from megatron_fsdp.engine.schedule import Operation, RecordedOrder, ScheduleConfig, Scheduler
 from megatron_fsdp.errors import ScheduleError
 
 _EVENT = re.compile(
@@ -148,8 +143,7 @@ CASES = {
         f"{FORWARD} W", ("B0>", ScheduleError("ran before the weights were changed"))
     ),
     "evaluation_gathers_in_forward_order_and_reduces_nothing": case(
-        EVALUATION,
-        (EVALUATION, "reshard3 unshard1@0 wait1 reshard1 unshard3@0 wait3"),
+        EVALUATION, (EVALUATION, "reshard3 unshard1@0 wait1 reshard1 unshard3@0 wait3")
     ),
     # orders
     "a_pass_in_another_order_gathers_on_demand_and_is_recorded_anew": case(
@@ -417,9 +411,6 @@ def test_looking_further_ahead_stays_within_the_slots_where_they_are_fixed() -> 
     player.scheduler.look_ahead(2, may_grow=False)
     config = player.scheduler.config
     assert (config.slots, config.forward_prefetch_units, config.backward_prefetch_units) == (2, 1, 1)
-
-
-# ---- the recorded order ----------------------------------------------------------------------------------------------
 
 
 # A whole pass each, then the units noted in the next pass, and at which depth which units are foretold.

@@ -356,11 +356,7 @@ FAULTS: Mapping[str, tuple[Fault, str, str]] = {
         "plain",
         "flat",
     ),
-    "gathers read weights before the outer gather": (
-        without_order_between_streams,
-        "plain",
-        "fully hybrid",
-    ),
+    "gathers read weights before the outer gather": (without_order_between_streams, "plain", "fully hybrid"),
     "compute reads weights during the outer gather": (
         weights_are_waited_for_without_the_outer_gather,
         "plain",
@@ -376,11 +372,7 @@ FAULTS: Mapping[str, tuple[Fault, str, str]] = {
         "units left out in float32",
         "fully hybrid without prefetch",
     ),
-    "buckets are filled while they are reduced": (
-        partial(without_works, BlockPool, "borrow"),
-        "two forwards",
-        "flat",
-    ),
+    "buckets are filled while they are reduced": (partial(without_works, BlockPool, "borrow"), "two forwards", "flat"),
     "gradients are shown before they are reduced": (partial(without_works, Executor, "retire_all"), "plain", "flat"),
     "gradients are shown before the outer reduction": (
         partial(without_works, Executor, "_finish_outer_reduction"),

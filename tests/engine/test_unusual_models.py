@@ -288,10 +288,7 @@ REFUSALS: dict[str, tuple[Any, ...]] = {
         lambda model: torch.utils.swap_tensors(*(model.module.layers[place].weight for place in (0, 1))),
         "a sharded parameter of shape (6, 6) would be swapped for other memory",
     ),
-    "write in forward": (
-        write_in_forward,
-        "the forward of layers.1 modified its weights in place",
-    ),
+    "write in forward": (write_in_forward, "the forward of layers.1 modified its weights in place"),
     "second derivative": (
         lambda model: model(X).sum().backward(create_graph=True),
         "has a graph of its own (create_graph=True)",

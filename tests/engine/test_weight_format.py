@@ -15,12 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from megatron_fsdp import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    MegatronFSDP,
-    MixedPrecisionPolicy,
-)
+from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, MixedPrecisionPolicy
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES
 from megatron_fsdp.config.strategy import ShardingStrategy

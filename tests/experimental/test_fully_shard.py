@@ -15,20 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    fully_shard_model,
-)
+from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, fully_shard_model
 from megatron_fsdp.engine.engine import engine_of_module
 from megatron_fsdp.errors import ScheduleError
-from megatron_fsdp.experimental import (
-    Placements,
-    fully_shard,
-    fully_shard_context,
-    fully_shard_optimizer,
-    microbatch,
-)
+from megatron_fsdp.experimental import Placements, fully_shard, fully_shard_context, fully_shard_optimizer, microbatch
 from megatron_fsdp.experimental.context import FsdpContext
 from megatron_fsdp.experimental.module import FsdpModule
 from tests.support.on_ranks import on_ranks

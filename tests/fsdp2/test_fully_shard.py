@@ -26,12 +26,7 @@ from megatron_fsdp.describe import describe
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import engine_of_module
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, ScheduleError, ShardOperationError
-from megatron_fsdp.fsdp2 import (
-    FSDPModule,
-    fully_shard,
-    install,
-    register_fsdp_forward_method,
-)
+from megatron_fsdp.fsdp2 import FSDPModule, fully_shard, install, register_fsdp_forward_method
 from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.zoo import TinyTransformer, make_token_batch, token_loss
 
@@ -667,8 +662,6 @@ def test_install_rebinds_and_restores() -> None:
         assert "as install() asks for" in str(describe(model))
     assert fsdp.fully_shard is composable.fully_shard is torch_fully_shard
 
-
-# ---- pipeline schedules of torch, unmodified, over stages that are sharded ------------------------------------------
 
 ROWS, WIDTH = 8, 6
 

@@ -34,16 +34,7 @@ from tests.fsdp2.test_fully_shard import (
     whole,
 )
 from tests.support.on_ranks import fixed_seed, on_ranks, refusal
-from tests.support.zoo import (
-    FEATURES,
-    Branching,
-    Layer,
-    NeighbourCallers,
-    Ordered,
-    Recomputed,
-    make_batch,
-    vector_loss,
-)
+from tests.support.zoo import FEATURES, Branching, Layer, NeighbourCallers, Ordered, Recomputed, make_batch, vector_loss
 
 SAMPLES = 12
 LAYER_BYTES = sum(param.nbytes for param in Layer().parameters())

@@ -215,11 +215,7 @@ CASES: list[tuple[Misbehave, Kind, list[str]]] = [
     (skip_a_unit, Kind.DIFFERENT, [_BYTES.format(1, 640, 2), ", in the backward of step 2)", _LAYER_2]),
     (send_other_bytes, Kind.DIFFERENT, [_BYTES.format(3, 384, 3) + "(operation ", _LAYER_3]),
     (sleep_in_a_unit, Kind.ELSEWHERE, [f"rank 1 {_IN_FORWARD} since ", _WAITS, _LAYER_3]),
-    (
-        die,
-        Kind.DIED,
-        ["rank 1 died without a word (process ", f"; the last thing known: it {_IN_FORWARD}", _LAYER_2],
-    ),
+    (die, Kind.DIED, ["rank 1 died without a word (process ", f"; the last thing known: it {_IN_FORWARD}", _LAYER_2]),
     (raise_in_forward, Kind.RAISED, [_RAISED, "ValueError: bad batch", _LAYER_2]),
     (
         raise_in_backward,

@@ -173,9 +173,6 @@ def test_foreign_and_damaged_files_are_told_and_left_out(tmp_path: Path) -> None
     )
 
 
-# ---- the switch ----------------------------------------------------------------------------------------------------
-
-
 def test_the_environment_switches_the_log_on() -> None:
     assert resolve_hang_log({}) is None
     assert resolve_hang_log({"MFSDP_HANG_LOG": ""}) is None

@@ -89,9 +89,6 @@ def test_hybrid_sharding_of_context_parallel_ranks_equals_one_process(run_ranks:
     check_strategies(run_ranks, 4, Scenario(two_steps, DENSE, adamw_above_noise), settings)
 
 
-# ---- losses per token ------------------------------------------------------------------------------------------------
-
-
 def test_per_token_losses_are_summed_over_uneven_ranks(run_ranks: RunRanks) -> None:
     whole = make_gappy_token_batch(SAMPLES, torch.Generator().manual_seed(0))
     assert len({tokens_in(place_of(whole, rank)) for rank in range(4)}) > 2

@@ -117,9 +117,6 @@ def test_per_token_losses_are_summed_without_a_factor(run_ranks: RunRanks) -> No
     check_strategies(run_ranks, 4, Scenario(mean_over_all_tokens, UNEVEN), settings)
 
 
-# ---- clipping --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.full(short=["clip_by_model"])
 @pytest.mark.parametrize("script", [clip_by_model, clip_by_torch])
 def test_the_norm_is_that_of_dense_parameters_and_all_experts(
@@ -127,9 +124,6 @@ def test_the_norm_is_that_of_dense_parameters_and_all_experts(
 ) -> None:
     settings = [Setting(0, arrangement=EXPERTS), Setting(3, outer_strategy=1, arrangement=HYBRIDS[2])]
     check_strategies(run_ranks, 4, Scenario(script, TOP1), settings)
-
-
-# ---- experts as modules, some of them without tokens -----------------------------------------------------------------
 
 
 def build_listed() -> nn.Module:

@@ -87,9 +87,6 @@ def test_state_is_2_bytes_and_a_32nd_for_each_element() -> None:
     assert held == param.numel() * (2 + 8 / 256)
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def test_a_bf16_parameter_keeps_codes_and_scales_when_state_is_loaded() -> None:
     params = [nn.Parameter(drawn(torch.Size((20, 30)), 0, 0).bfloat16()) for _ in range(2)]
     first, second = (AdamW8bit([param]) for param in params)

@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fsdp import (
-    MegatronFSDP,
-    MixedPrecisionPolicy,
-    fully_shard,
-    fully_shard_optimizer,
-)
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from tests.support import api_net
 from tests.support.api_net import backward, batches, build, largest_difference, mesh, weights
 from tests.support.on_ranks import on_ranks, refusal

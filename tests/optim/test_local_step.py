@@ -356,10 +356,7 @@ def test_what_is_done_between_steps_has_the_effect_that_it_has_on_dtensors(
         ends.append(end_after(lambda _model, own: deed(own), (2, 3), optimizer, model, 5))
     assert_same(ends)
     steps = same_on_ranks([end["step"].item() for end in ends[0] if "step" in end])
-    wanted = {
-        "leave_one_out": {3.0, 5.0},
-        **{key: {2.0, 5.0} for key in ("set_back_one_number", "forget_one_state")},
-    }
+    wanted = {"leave_one_out": {3.0, 5.0}, **{key: {2.0, 5.0} for key in ("set_back_one_number", "forget_one_state")}}
     assert set(steps) - {0.0} == wanted.get(deed.__name__, {5.0})  # 0: blank state, of what is never used
 
 

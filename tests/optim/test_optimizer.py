@@ -27,13 +27,7 @@ from megatron_fsdp import (
     fully_shard_optimizer,
     steps_whole_tensors,
 )
-from megatron_fsdp.automodel import (
-    AutoModelForCausalLM,
-    DDPConfig,
-    FSDP2Config,
-    MegatronFSDPConfig,
-    connect_optimizer,
-)
+from megatron_fsdp.automodel import AutoModelForCausalLM, DDPConfig, FSDP2Config, MegatronFSDPConfig, connect_optimizer
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.optimizer import _has_warned
 from tests.support.api_net import (
@@ -91,8 +85,6 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
 }
 
 
-# ---- parameter groups ------------------------------------------------------------------------------------------------
-
 GROUP_NAMES = [["head.weight", "layers.1.linear.weight"], ["layers.1.linear.bias", "gain"], ["layers.0.linear.weight"]]
 """Not in model order, and neither head.bias nor layers.0.linear.bias is in any group."""
 
@@ -137,9 +129,6 @@ def test_groups_keep_order_and_options_and_parameters_in_none_stay_alone(strateg
     assert largest_difference(after, weights(reference)) <= TOLERANCE
     left_alone = {name for name in after if torch.equal(after[name], before[name])}
     assert left_alone == {"head.bias", "layers.0.linear.bias"}
-
-
-# ---- state -----------------------------------------------------------------------------------------------------------
 
 
 def state_shapes(optimizer: torch.optim.Optimizer) -> bool:

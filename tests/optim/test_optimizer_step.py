@@ -88,8 +88,7 @@ def test_zero_grad_forgets_pending_gradients_unless_told_not_to(strategy: int) -
 
 
 @pytest.mark.parametrize(
-    ("strategy", "by_keyword", "auto_sync"),
-    [(0, True, False), (2, False, False), (3, True, True)],
+    ("strategy", "by_keyword", "auto_sync"), [(0, True, False), (2, False, False), (3, True, True)]
 )
 @on_ranks(2)
 def test_step_runs_a_closure_and_returns_its_loss(strategy: int, by_keyword: bool, auto_sync: bool) -> None:
@@ -147,9 +146,6 @@ def test_a_closure_sees_weights_that_moved_inside_the_step(strategy: int) -> Non
             optimizer.step(closure)
         runs.append(whole_weights(model))
     assert largest_difference(*runs) <= 5 * TOLERANCE
-
-
-# ---- connected once, and to a model that lives -----------------------------------------------------------------------
 
 
 @on_ranks(2)

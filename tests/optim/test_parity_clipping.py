@@ -36,8 +36,7 @@ def clip_in_turn(norm_type: float, by_model: bool, run: Run) -> None:
 
 @pytest.mark.full(short=["2-False-2.0", "2-True-3.5", "3-True-inf"])
 @pytest.mark.parametrize(
-    ("num_ranks", "by_model", "norm_type"),
-    [(2, False, 2.0), (2, True, 3.5), (3, False, 1.0), (3, True, math.inf)],
+    ("num_ranks", "by_model", "norm_type"), [(2, False, 2.0), (2, True, 3.5), (3, False, 1.0), (3, True, math.inf)]
 )
 def test_clipping_equals_one_process(run_ranks: RunRanks, num_ranks: int, by_model: bool, norm_type: float) -> None:
     """On 3 ranks some hold nothing of 2-row matrices and of scalars, and take part in the norm all the same."""
@@ -101,9 +100,6 @@ def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(strategy: int) ->
     assert all(torch.equal(before[name], grad) for name, grad in after.items() if grad is not None)  # type: ignore[arg-type]
     assert good > 0.0
     assert sharded.clip_grad_norm_(SMALL).item() == math.inf
-
-
-# ---- what is scaled --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", [0, 3])

@@ -27,9 +27,6 @@ def refuses(words: str, build: Callable[..., object], *positional: Any, **named:
         build(*positional, **named)
 
 
-# ---- one dimension ---------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_one_dimension_is_the_sharding_and_the_data_parallel_group() -> None:
     mesh = mesh_of((2,), "dp")
@@ -45,9 +42,6 @@ def test_one_dimension_is_the_sharding_and_the_data_parallel_group() -> None:
     refuses("no dense sub-mesh ('dp', 'tp')", index.get_submesh, ("dp", "tp"))
     refuses("no expert sub-mesh ('dp',)", index.get_submesh, "dp", is_expert_parallel=True)
     refuses("exists only with dp_outer_dim and hsdp_outer_dp_shard=True", index.get_logical_hybrid_fsdp_rank)
-
-
-# ---- hybrid, tensor parallel and experts -----------------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -87,9 +81,6 @@ def test_hybrid_sharding_knows_every_group_of_dense_and_expert_parameters() -> N
 
 def groups_of(index: FSDPDistributedIndex, expert: bool) -> list[list[int] | None]:
     return [ranks(get(expert)) for get in (index.get_fsdp_group, index.get_outer_fsdp_group, index.get_dp_group)]
-
-
-# ---- flattened dimensions --------------------------------------------------------------------------------------------
 
 
 @on_ranks(4)

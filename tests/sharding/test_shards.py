@@ -159,8 +159,6 @@ def test_uneven_parts_have_to_be_described_to_be_asked_about() -> None:
         here.boxes(0, 1)
 
 
-# ---- boxes -----------------------------------------------------------------------------------------------------------
-
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
 

@@ -46,15 +46,7 @@ def shown(model: MegatronFSDP) -> dict[str, Tensor]:
 
 
 @pytest.mark.full(short=["unused-2", "scalars-3", "tied-3"])
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [
-        ("odd_shapes", 0),
-        ("scalars", 3),
-        ("unused", 2),
-        ("tied", 3),
-    ],
-)
+@pytest.mark.parametrize(("name", "strategy"), [("odd_shapes", 0), ("scalars", 3), ("unused", 2), ("tied", 3)])
 @on_ranks(3)
 def test_tensors_are_those_of_the_model_whatever_the_bucket(name: ModelName, strategy: int) -> None:
     """All sizes are read before anything is compared, so that a reused buffer would show."""

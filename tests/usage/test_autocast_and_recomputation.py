@@ -19,9 +19,6 @@ BF16 = Tolerance(rtol=2e-2, atol=1e-3, of_largest=2e-2)
 """Gradients of bf16 products differ by a few of its roundings (2 ** -8) where a batch is cut in other places."""
 
 
-# ---- autocast ------------------------------------------------------------------------------------------------------
-
-
 def train_under_autocast(run: Run, cache: bool = True) -> None:
     for step in range(3):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):

@@ -16,14 +16,7 @@ from tests.support.case import FP32, Recording, Run, Scenario, assert_parity, ou
 from tests.support.on_ranks import on_ranks, refusal
 from tests.support.zoo import FEATURES, Layer, Ordered, vector_case
 
-HOWS = (
-    "unit in place",
-    "unit in a box",
-    "unit afterwards",
-    "model in place",
-    "model in a box",
-    "model afterwards",
-)
+HOWS = ("unit in place", "unit in a box", "unit afterwards", "model in place", "model in a box", "model afterwards")
 OPERATORS = ["linear", "tanh", "linear", "add"]
 
 

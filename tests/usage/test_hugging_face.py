@@ -92,9 +92,6 @@ def test_gradient_checkpointing_of_the_model_itself(run_ranks: RunRanks, kind: s
     check_strategies(run_ranks, 2, Scenario(train_and_evaluate, case), SHARDED, CLOSE)
 
 
-# ---- adapters ------------------------------------------------------------------------------------------------------
-
-
 def test_adapters_on_a_frozen_base_train_as_on_one_process(run_ranks: RunRanks) -> None:
     pytest.importorskip("peft")
     case = _case(partial(build_llama, adapters=True), 0)
@@ -150,8 +147,6 @@ def test_ranks_that_generate_longer_are_kept_company() -> None:
     assert torch.equal(found, wanted)
     assert (loss_of(model, batch) - loss_of(plain, batch)).abs() < 1e-5
 
-
-# ---- forwards that read the dtype of weights of other modules --------------------------------------------------------
 
 SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 IMAGE = {**SIZE, "image_size": 8, "patch_size": 4}

@@ -100,9 +100,6 @@ def test_frozen_units_that_some_ranks_skip(run_ranks: RunRanks) -> None:
     check_strategies(run_ranks, 2, Scenario(frozen_but_one, case), ALL[::3])
 
 
-# ---- evaluation, and what is refused -------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_foreign_modules_and_tensors_without_gradient_are_refused() -> None:
     model = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer])

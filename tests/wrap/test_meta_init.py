@@ -448,8 +448,6 @@ def test_without_the_flag_meta_tensors_are_refused_with_a_pointer_to_it() -> Non
     assert message.startswith("1 of 1 buffers are on the meta device (such as mask) and init_model_with_meta_device is")
 
 
-# ---- the peak: what is held for good, and the full tensors of one unit -----------------------------------------------
-
 FP32_BYTES = 4
 WIDTHS = (512,) * FLOORS
 FLOOR_NUMEL = 32 * WIDTHS[0]
@@ -491,9 +489,6 @@ def test_wrapping_takes_the_shards_and_what_one_method_has_to_see(
     assert wrapped.memory().persistent_bytes == shards_bytes  # weights and gradients
     extra = live.peak_bytes - shards_bytes // 2  # gradients are taken when there are some
     assert FP32_BYTES * extra_numel <= extra <= FP32_BYTES * extra_numel + SCALARS_BYTES
-
-
-# ---- tensors that wait for a value -----------------------------------------------------------------------------------
 
 
 @on_ranks(2)

@@ -285,9 +285,6 @@ def test_split_sizes_that_do_not_fit_are_refused(sizes: Any) -> None:
         check_muon(optimizer)
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
 class OwnMuon(torch.optim.Muon):
     """Somebody's own."""
 
