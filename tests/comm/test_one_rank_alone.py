@@ -883,7 +883,7 @@ def tell(name: str) -> None:
     TOLD[name](dist.get_rank() == 1)
 
 
-@pytest.mark.full(short=["an image", "a backward is skipped", "lr", "own step, fsdp2"])
+@pytest.mark.full(short=["an image", "lr"])
 @pytest.mark.parametrize("name", [name for name in TOLD if name != "own step, DDP"])
 def test_who_waits_for_a_rank_that_does_something_else_says_for_what(run_ranks: RunRanks, name: str) -> None:
     """At the limit of the group, or at once where gloo ends the other rank: the unit, the operation, and the cure."""

@@ -126,6 +126,7 @@ def case(name: str) -> Any:
     return pytest.param(name, CASES[name][0], id=name)
 
 
+@pytest.mark.full(short=["zero-1", "deferred", "max pool", "hsdp", "hfsdp mixed"])
 @pytest.mark.parametrize(("name", "num_ranks"), [case(name) for name in CASES])
 @on_ranks()
 def test_every_step_is_the_same_operations_on_the_same_registered_addresses(name: str, num_ranks: int) -> None:

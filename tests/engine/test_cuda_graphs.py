@@ -60,10 +60,6 @@ def batch(seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") ->
     return torch.randn(3, TOWER_FEATURES, generator=draws).to(device, dtype)
 
 
-def weights_of(model: MegatronFSDP) -> list[torch.Tensor]:
-    return [param.to_local().clone() for param in model.parameters() if isinstance(param, DTensor)]
-
-
 CASES: dict[str, tuple[int, torch.dtype, dict[str, Any]]] = {
     **{f"zero-{strategy}": (2, torch.float32, {"zero_dp_strategy": strategy}) for strategy in (0, 3)},
     "mixed": (2, torch.bfloat16, {"mixed_precision_policy": FP32_SUMS}),
@@ -72,6 +68,7 @@ CASES: dict[str, tuple[int, torch.dtype, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.full(short=["zero-3", "decoupled", "hfsdp"])
 @pytest.mark.parametrize(("name", "num_ranks"), [pytest.param(name, CASES[name][0], id=name) for name in CASES])
 @on_ranks()
 def test_steps_write_the_same_gradients_and_send_from_the_same_addresses(name: str, num_ranks: int) -> None:
@@ -94,6 +91,7 @@ def test_steps_write_the_same_gradients_and_send_from_the_same_addresses(name: s
     same_on_ranks([(name, places) for name, _, places in traces[1]])
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_units_that_torch_compiles_find_their_weights_at_the_same_addresses() -> None:
     """A graph of one unit, such as those of `backend="cudagraphs"`, reads its weights where it was captured."""
@@ -267,7 +265,7 @@ def replayed_and_stepped(strategy: int) -> tuple[list[torch.Tensor], list[torch.
                 losses.append(step(model, optimizer, x))
             with torch.no_grad():
                 losses.append(model(x).sum())
-        found.append([value.cpu() for value in (*losses, *weights_of(model))])
+        found.append([value.cpu().clone() for value in (*losses, *(param.to_local() for param in model.parameters()))])
     return found[0], found[1]
 
 

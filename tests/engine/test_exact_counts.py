@@ -36,14 +36,12 @@ STEPS = 3
 def _shard(
     case: ModelCase, strategy: int, policy: MixedPrecisionPolicy | None = None
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    return shard(case, adamw, zero_dp_strategy=strategy, mixed_precision_policy=policy or MixedPrecisionPolicy())
+    policy = policy or MixedPrecisionPolicy()
+    adamw = lambda model: torch.optim.AdamW(model.parameters())  # noqa: E731
+    return shard(case, adamw, zero_dp_strategy=strategy, mixed_precision_policy=policy)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters())
-
-
-@pytest.mark.full(cover=1)
+@pytest.mark.full(short=["transformer-2-0-3", "partly_frozen-2-3-3", "tied-3-1-1", "bf16_fp32_norm-2-1-3"])
 @pytest.mark.parametrize(
     ("name", "num_ranks", "strategy", "microbatches"),
     [

@@ -45,6 +45,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in found)
 
 
+@pytest.mark.full(short=["3-4", "1-2"])
 @pytest.mark.parametrize(("strategy", "num_ranks"), list(zip(STRATEGIES, [4, 2, 2, 4], strict=True)), ids=str)
 @on_ranks()
 def test_every_byte_that_is_held_is_in_a_formula(strategy: ShardingStrategy, num_ranks: int) -> None:

@@ -171,6 +171,7 @@ CASES: dict[str, tuple[Callable[[Run], None], ModelCase]] = {
 }
 
 
+@pytest.mark.full(short=["accumulated-1", "in another order-3", "recomputed-2", "recomputed inside one another-2"])
 @pytest.mark.parametrize(("name", "num_ranks"), list(zip(CASES, cycle([2, 1, 3, 2]), strict=False)))
 def test_merged_units_equal_one_process(run_ranks: RunRanks, name: str, num_ranks: int) -> None:
     scenario = Scenario(*CASES[name])

@@ -20,17 +20,13 @@ from megatron_fsdp.optim.local_step import StateMemory
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid
 from tests.support.case import FP32, Run, Scenario, Setting, assert_parity, reference, run_sharded, shard
+from tests.support.case import adamw_above_noise as adamw
 from tests.support.formulas import footprints_of, persistent_bytes
 from tests.support.on_ranks import assert_equal_tensors, on_ranks
 from tests.support.zoo import DENSE, FLOOR_NUMEL, TOWER_FEATURES, Floor, Tower, tower_loss
 
 HALF = 0.5
 BF16 = MixedPrecisionPolicy(torch.float32, torch.float32)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """With an epsilon above the noise in gradients that are zero but for rounding, which one process has otherwise."""
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
 
 
 def train_in_every_way(run: Run) -> None:

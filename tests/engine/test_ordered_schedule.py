@@ -89,6 +89,7 @@ def paths_of(parents: tuple[int, ...], draw: random.Random) -> Iterator[int]:
             yield unit
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("parents", [FLAT, NESTED])
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def _tolerance(name: ModelName, num_ranks: int) -> Tolerance:
     return BF16 if name == "bf16_fp32_norm" else FP32
 
 
-@pytest.mark.full(short=["1-3", "2-1", "2-2"])
+@pytest.mark.full(short=["1-3", "2-1"])
 @pytest.mark.parametrize(("num_ranks", "strategy"), PLACES)
 def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, num_ranks: int, strategy: int) -> None:
     names, *jobs = zip(*jobs_of(num_ranks, strategy), strict=True)

@@ -315,7 +315,7 @@ def train_mixed(run: Run) -> None:
         _accumulate(run, ways, 10 * number)
 
 
-@pytest.mark.full(short=["2-1", "2-2"])
+@pytest.mark.full(short=["2-1"])
 @pytest.mark.parametrize(("num_ranks", "strategy"), [(2, 1), (2, 2), (1, 3), (3, 0), (4, 3)])
 def test_any_mixture_of_ways_to_synchronise_gives_the_sum(run_ranks: RunRanks, num_ranks: int, strategy: int) -> None:
     """Whatever was deferred or not shown by then is in the step, whether or not anybody said which one is the last."""

@@ -14,7 +14,7 @@ from megatron_fsdp import MegatronFSDP, fully_shard_optimizer
 from megatron_fsdp.errors import MegatronFSDPError
 from tests.conftest import RunRanks
 from tests.support.api_net import backward, batches, build, own_part, wrap
-from tests.support.case import Run, Scenario, Setting, check_jobs, check_strategies, ddp
+from tests.support.case import Run, Scenario, Setting, adamw_above_noise, check_jobs, check_strategies, ddp
 from tests.support.on_ranks import assert_equal_tensors, on_ranks, same_on_ranks
 from tests.support.zoo import MODEL_CASES, ModelCase, Nested, Recomputed, vector_case
 
@@ -198,10 +198,6 @@ def thaw_what_was_frozen(run: Run) -> None:
         step(run)
 
 
-def adamw_of_trained(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2, eps=1e-3)
-
-
 def all_but_the_head() -> nn.Module:
     model = build()
     model.layers.requires_grad_(False)
@@ -215,7 +211,7 @@ PARTLY_FROZEN = MODEL_CASES["partly_frozen"]
 @pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_what_was_frozen_when_sharded_trains_once_it_is_thawed(run_ranks: RunRanks, strategy: int) -> None:
-    scenario = Scenario(thaw_what_was_frozen, PARTLY_FROZEN, adamw_of_trained)
+    scenario = Scenario(thaw_what_was_frozen, PARTLY_FROZEN, adamw_above_noise)
     check_strategies(run_ranks, 2, scenario, [Setting(strategy)])
 
 

@@ -124,7 +124,7 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.full(short=["2-3-wrapper-Ordered", "3-at the step-wrapper-Recomputing", "2-3-fsdp2-Recomputing"])
+@pytest.mark.full(short=["3-at the step-wrapper-Recomputing", "2-3-fsdp2-Recomputing"])
 @pytest.mark.parametrize(
     ("num_ranks", "arranged", "door", "kind"),
     [

@@ -20,6 +20,7 @@ from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from tests.conftest import RunRanks
 from tests.support.arrangements import hybrid
 from tests.support.case import Run, Scenario, Setting, check_strategies, shard
+from tests.support.case import momentum as sgd
 from tests.support.on_ranks import assert_equal_tensors, first_rank_warns, fixed_seed, on_ranks, refusal
 from tests.support.zoo import FEATURES, Batch, ModelCase, Recurrent, make_batch, vector_loss
 
@@ -174,10 +175,6 @@ CASES = {
     "strided": ModelCase(Strided, make_batch, vector_loss, (nn.Linear,)),
     "cast for good": ModelCase(casts_of_sizes, make_batch, vector_loss, (CastsForGood,)),
 }
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def two_microbatches(run: Run) -> None:

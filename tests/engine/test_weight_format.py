@@ -53,7 +53,7 @@ class Job:
 
     @property
     def scenario(self) -> Scenario:
-        return Scenario(train, replace(CASE, build=partial(build, self)), sgd)
+        return Scenario(train, replace(CASE, build=partial(build, self)), case.momentum)
 
     @property
     def setting(self) -> Setting:
@@ -72,10 +72,6 @@ def build(job: Job) -> nn.Module:
 
 def batch() -> Batch:
     return make_token_batch(SAMPLES, torch.Generator().manual_seed(1))
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def train(run: Run) -> None:
@@ -149,9 +145,9 @@ def wrap(job: Job, **options: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]
 
 JOBS = [
     Job("fp8", others={"head.weight": None, "blocks.0.attention.q.weight": "nvfp4"}),
-    Job("fp8", BF16, main=None, inner=3),
+    pytest.param(Job("fp8", BF16, main=None, inner=3), marks=pytest.mark.full),
     Job("mxfp8", BF16, outer=2, outer_strategy=1),
-    Job("nvfp4", main=torch.float64),
+    pytest.param(Job("nvfp4", main=torch.float64), marks=pytest.mark.full),
 ]
 
 

@@ -176,6 +176,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.5)
 
 
+@pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("strategy", range(4))
 @on_ranks(2)
 def test_a_forward_that_sets_weights_to_themselves_trains(strategy: int) -> None:

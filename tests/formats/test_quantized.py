@@ -205,6 +205,7 @@ def test_a_tied_weight_stays_one(run_ranks: RunRanks, door: str) -> None:
     check(run_ranks, 2, "ours", door, ties=True)
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("door", ["strategy 3", "fsdp2", "experimental"])
 @pytest.mark.parametrize("kind", ["nf4", "nested", "stored as floats", "int8"])
 def test_weights_of_bitsandbytes_train_as_in_one_process(run_ranks: RunRanks, kind: str, door: str) -> None:
@@ -212,6 +213,7 @@ def test_weights_of_bitsandbytes_train_as_in_one_process(run_ranks: RunRanks, ki
     check(run_ranks, 3, f"bitsandbytes {kind}", door)
 
 
+@pytest.mark.full(cover=1)
 @pytest.mark.parametrize("door", ["strategy 3", "fsdp2"])
 @pytest.mark.parametrize("kind", ["int8", "float8", "nf4"])
 def test_weights_of_torchao_train_as_in_one_process(run_ranks: RunRanks, kind: str, door: str) -> None:

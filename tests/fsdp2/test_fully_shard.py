@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -27,8 +27,9 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import engine_of_module
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, ScheduleError, ShardOperationError
 from megatron_fsdp.fsdp2 import FSDPModule, fully_shard, install, register_fsdp_forward_method
+from tests.support.case import momentum as sgd
 from tests.support.on_ranks import fixed_seed, on_ranks
-from tests.support.zoo import TinyTransformer, make_token_batch, token_loss
+from tests.support.zoo import Batch, TinyTransformer, make_token_batch, token_loss
 
 SAMPLES = 12
 
@@ -55,41 +56,45 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def train(
+def train_for(
+    steps: int,
     model: Any,
     is_sharded: bool,
     optimizer: torch.optim.Optimizer | None = None,
     before: Callable[[Any, bool], object] | None = None,
     data_ranks: int = 0,
+    draw: Callable[[int, torch.Generator], Batch] = make_token_batch,
+    loss_of: Callable[[nn.Module, Batch], Tensor] = token_loss,
+    clips: bool = True,
 ) -> Noted:
-    """Two steps of two microbatches: losses, gradients, norms and weights, whole."""
+    """Steps of two microbatches: losses, gradients, norms and weights, whole."""
     optimizer = sgd(model) if optimizer is None else optimizer
     ranks = data_ranks or dist.get_world_size()
     rank, noted = dist.get_rank() // (dist.get_world_size() // ranks), Noted()
     generator = torch.Generator().manual_seed(7)
-    for _ in range(2):
+    for _ in range(steps):
         for number in range(2):
-            batch = make_token_batch(SAMPLES, generator)
-            if before is not None:
+            batch = draw(SAMPLES, generator)
+            if before is not None and is_sharded:
                 before(model, number == 1)
             mine = batch.part(rank, ranks) if is_sharded else batch
-            loss = token_loss(model, mine) / 2
+            loss = loss_of(model, mine) / 2
             loss.backward()
             total = loss.detach().clone()
             if is_sharded:
                 dist.all_reduce(total)
                 total /= dist.get_world_size()
             noted.append(total)
-        noted += [whole(param.grad) for param in model.parameters()]
-        noted.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        noted += [whole(param.grad) for param in model.parameters() if param.grad is not None]
+        if clips:
+            noted.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
         noted += [whole(param) for param in model.parameters()]
     return noted
+
+
+train = partial(train_for, 2)
 
 
 @cache
@@ -426,11 +431,12 @@ def test_a_method_is_a_forward() -> None:
 @on_ranks(2)
 def test_reset_goes_on_after_an_exception() -> None:
     model = shard(build())
-    handle = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model(torch.zeros(1, 4, dtype=torch.long))
-    handle.remove()
-    model.reset_iter_state()
+    for register in (model.blocks[1].register_forward_hook, model.blocks[1].register_full_backward_hook):
+        handle = register(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+        handle.remove()
+        model.reset_iter_state()
     assert_same(train(model, True), alone())
     with pytest.raises(RuntimeError, match="root"):
         model.blocks[0].reset_iter_state()

@@ -183,7 +183,7 @@ def die(model: MegatronFSDP) -> None:
 
 @only_on_rank_1
 def raise_in_backward(model: MegatronFSDP) -> None:
-    model.module.layers[2].up.register_forward_hook(lambda *given: _watch(given[-1]))
+    model.module.layers[2].up.register_forward_hook(lambda *given: given[-1].register_hook(_raise) and None)
 
 
 @only_on_rank_1
@@ -195,10 +195,6 @@ def raise_in_forward(model: MegatronFSDP) -> None:
 def leave_early(model: MegatronFSDP) -> None:
     model.stop_logging_for_hangs()
     time.sleep(DEADLINE_S)
-
-
-def _watch(output: Tensor) -> None:
-    output.register_hook(_raise)
 
 
 def _raise(*_unused: object) -> None:

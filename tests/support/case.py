@@ -66,6 +66,11 @@ def shard(
     return fully_shard(model, optimizer(model), **options)
 
 
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD with state."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
 @dataclass(frozen=True)
 class Scenario:
     """A script and what it trains."""
@@ -359,7 +364,7 @@ def each_half(settings: tuple[Any, ...], *scripts: Callable[[Run], None]) -> Cal
 
 def adamw_above_noise(model: nn.Module) -> torch.optim.Optimizer:
     """An eps above rounding noise: the exact gradient of the bias of keys is 0."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
 
 
 def two_steps(run: Run) -> None:

@@ -70,33 +70,18 @@ def test_losses_left_in_attributes_are_trained(run_ranks: RunRanks, settings: tu
 # ---- modules that come later ----------------------------------------------------------------------------------------
 
 
-def replace_unit(module: Ordered) -> None:
-    module.layers[1] = Layer()
-
-
-def replace_part(module: Ordered) -> None:
-    module.layers[1].up = nn.Linear(FEATURES, 9)
-
-
-def add_parameter(module: Ordered) -> None:
-    module.layers[2].gain = nn.Parameter(torch.ones(1))
-
-
-def add_adapter(module: Ordered) -> None:
-    module.layers[3].up = nn.Sequential(module.layers[3].up, nn.Linear(9, 9))
-
-
 @on_ranks(2)
 def test_what_would_train_unseen_is_refused_by_name() -> None:
-    for change, what in (
-        (replace_unit, "layers.1 is a Layer with trainable parameters"),
-        (replace_part, "layers.1.up is a Linear with trainable parameters"),
-        (add_parameter, "layers.2.gain is a parameter"),
-        (add_adapter, "layers.3.up is a Sequential with trainable parameters"),
+    for number, name, make, what in (
+        (1, "", lambda _: Layer(), "layers.1 is a Layer with trainable parameters"),
+        (1, "up", lambda _: nn.Linear(FEATURES, 9), "layers.1.up is a Linear with trainable parameters"),
+        (2, "gain", lambda _: nn.Parameter(torch.ones(1)), "layers.2.gain is a parameter"),
+        (3, "up", lambda up: nn.Sequential(up, nn.Linear(9, 9)), "layers.3.up is a Sequential with trainable"),
     ):
         model, x = fully_shard_model(Ordered(), fsdp_unit_modules=[Layer]), torch.ones(2, FEATURES)
         model(x)
-        change(model.module)
+        owner, name = (model.module.layers[number], name) if name else (model.module.layers, str(number))
+        setattr(owner, name, make(getattr(owner, name, None)))
         message = refusal(model, x, error=ConfigurationError)
         assert what in message
         assert "put there after the model was sharded" in message

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, Arrangement
-from tests.support.case import FP32, Recording, Run, Scenario, assert_parity, outcome_of, reference
+from tests.support.case import FP32, Recording, Run, Scenario, assert_parity, momentum, outcome_of, reference
 from tests.support.on_ranks import on_ranks, refusal
 from tests.support.zoo import FEATURES, Layer, Ordered, vector_case
 
@@ -66,10 +65,6 @@ def steps_and_evaluation(run: Run) -> None:
     run.train(0, 1, 2)
     with torch.no_grad():
         run.loss(3)
-
-
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 SCENARIO = Scenario(steps_and_evaluation, vector_case(Ordered), momentum)

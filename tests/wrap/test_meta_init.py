@@ -18,7 +18,7 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.wrap.meta_init import own_part, uninitialized_parameter
 from tests.conftest import RunRanks
-from tests.support.case import Scenario, Setting, check_strategies, three_steps
+from tests.support.case import Scenario, Setting, check_strategies, momentum, three_steps
 from tests.support.counting import LiveBytes
 from tests.support.on_ranks import assert_equal_tensors, first_rank_warns, fixed_seed, on_ranks, same_on_ranks
 from tests.support.zoo import (
@@ -267,10 +267,6 @@ class FromMeta(Setting):
     def shard(self, scenario: Scenario, model: nn.Module) -> tuple[MegatronFSDP, torch.optim.Optimizer]:  # noqa: ARG002
         with fixed_seed(0):
             return super().shard(scenario, on_meta(scenario.case.build))
-
-
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def test_training_goes_on_as_on_one_process_with_an_optimizer_built_before(run_ranks: RunRanks) -> None:

@@ -53,6 +53,10 @@ def check_three_steps(kind: str, arguments: dict[str, Any]) -> None:
     assert options == wanted
 
 
+IN_SHORT = ["adafactor foreach-2-3", "own-1-1", "muon-2-4", "muon with options-3-3", "8 bit-3-3", "chain of SGD-1-2"]
+
+
+@pytest.mark.full(short=[*IN_SHORT, "chain of whole tensors-0-2"])
 @pytest.mark.parametrize(
     ("kind", "strategy", "num_ranks"),
     [
