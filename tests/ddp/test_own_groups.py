@@ -57,6 +57,7 @@ class Speaking(nn.Module):
         return x
 
 
+@pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @on_ranks()
 def test_collectives_of_the_model_do_not_meet_those_of_buckets() -> None:
@@ -98,6 +99,7 @@ def live() -> tuple[int, int, int]:
     )
 
 
+@pytest.mark.full(short=["replicated-1", "sharded-2", "reductions-2", "gathers-2"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(
     ("fields", "expected"),

@@ -137,6 +137,7 @@ def assert_like_one_process(
 RANKS = (2, 3, 1, 3, 4, 4, 4)
 
 
+@pytest.mark.full(short=["ddp-2", "zero-3-3"])
 @pytest.mark.parametrize(("strategy", "num_ranks"), list(zip(STRATEGIES, RANKS, strict=True)))
 @on_ranks()
 def test_nested_units_are_one_process(strategy: str) -> None:

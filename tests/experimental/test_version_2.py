@@ -59,7 +59,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.full(short=["1", "hfsdp", "bf16"])
+@pytest.mark.full(short=["hfsdp", "bf16"])
 @pytest.mark.parametrize("name", STRATEGIES)
 @on_ranks(4)
 def test_versions_give_the_same_bits(name: str) -> None:

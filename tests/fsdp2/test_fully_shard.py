@@ -67,7 +67,7 @@ def train_for(
     loss_of: Callable[[nn.Module, Batch], Tensor] = token_loss,
     clips: bool = True,
 ) -> Noted:
-    """Steps of two microbatches: losses, gradients, norms and weights, whole."""
+    """Steps of two microbatches: losses, gradients, norms and the weights at the end, whole."""
     optimizer = sgd(model) if optimizer is None else optimizer
     ranks = data_ranks or dist.get_world_size()
     rank, noted = dist.get_rank() // (dist.get_world_size() // ranks), Noted()
@@ -90,8 +90,7 @@ def train_for(
             noted.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
-        noted += [whole(param) for param in model.parameters()]
-    return noted
+    return [*noted, *map(whole, model.parameters())]
 
 
 train = partial(train_for, 2)

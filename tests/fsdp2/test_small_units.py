@@ -128,7 +128,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], Each]] = {
 }
 
 
-@pytest.mark.full(short=["plain-2", "accumulated-3", "recomputed-2", "partly frozen-3", "tied-2", "shown and hidden-2"])
+@pytest.mark.full(short=["accumulated-3", "partly frozen-3", "tied-2", "shown and hidden-2"])
 @pytest.mark.parametrize(("case", "num_ranks"), [*product(CASES, (2, 3)), ("accumulated", 1)])
 @on_ranks()
 def test_merged_units_are_one_process_and_have_the_bits_of_unmerged_ones(case: str) -> None:
@@ -198,6 +198,7 @@ APART: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.full(short=["sync", "hook", "after forward"])
 @pytest.mark.parametrize("case", APART)
 @on_ranks(2)
 def test_what_is_set_apart_before_the_first_forward_is_not_merged(case: str) -> None:
@@ -295,6 +296,7 @@ LATER: dict[str, tuple[Callable[[Any, Any], object], Any, Any]] = {
 }
 
 
+@pytest.mark.full(short=["set_gradient_divide_factor", "set_all_reduce_hook"])
 @pytest.mark.parametrize("method", LATER)
 @on_ranks(2)
 def test_what_one_module_sets_later_is_refused_until_all_have_set_it(method: str) -> None:

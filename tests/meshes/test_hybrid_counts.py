@@ -121,6 +121,7 @@ def test_outer_reductions_are_under_way_while_inner_ones_are_issued(inner: int, 
     assert reductions[:last_inner].count(outer_group) >= UNITS - 3
 
 
+@pytest.mark.full(short=["2-0", "3-1"])
 @pytest.mark.parametrize(("inner", "outer"), [(0, 0), (2, 0), (1, 1), (3, 1)])
 @on_ranks(4)
 def test_persistent_bytes_are_those_of_the_formulas(inner: int, outer: int) -> None:
