@@ -18,10 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
-from tests.conftest import RunRanks
 from tests.support.api_net import Layer, Net, build, mesh, message_of, train
-
-Message = tuple[str, str]
+from tests.support.on_ranks import on_ranks, same_on_ranks
 
 
 def shard(module: nn.Module | None = None, **arguments: Any) -> MegatronFSDP:
@@ -218,30 +216,25 @@ CASES = {**CONFIGURATION_ERRORS, **TYPE_ERRORS}
 """By name: a call, and what its message must hold."""
 
 
-def refusals() -> tuple[dict[str, Message | None], bool]:
-    """What each case raised (None: nothing), and whether a good model can be trained after all that."""
-    found: dict[str, Message | None] = {}
+@on_ranks(2)
+def test_all_is_refused_in_one_clear_sentence_on_every_rank_and_a_good_model_trains_after() -> None:
+    found: dict[str, tuple[str, str]] = {}
     for name, (case, *_) in CASES.items():
-        found[name] = None
+        found[name] = "", "was accepted"
         try:
             case()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the parent looks at it
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is looked at below
             found[name] = message_of(error)
-    model = shard()
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
-    return found, all(bool(value.isfinite().all()) for value in model.full_parameters().values())
-
-
-def test_all_is_refused_in_one_clear_sentence_on_every_rank_and_a_good_model_trains_after(run_ranks: RunRanks) -> None:
-    (found, trained), other = run_ranks(2, refusals)
-    assert other == (found, True)
-    assert trained
+    same_on_ranks(found)
     for name, (_, *parts) in CASES.items():
-        kind, message = found[name] or ("", "was accepted")
+        kind, message = found[name]
         assert kind == ("TypeError" if name in TYPE_ERRORS else "ConfigurationError"), (name, message)
         assert [part for part in parts if part not in message] == [], (name, message)
         assert "\n" not in message, name
     assert issubclass(ConfigurationError, ValueError)
+    model = shard()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    assert all(bool(value.isfinite().all()) for value in model.full_parameters().values())
 
 
 def test_without_a_process_group_it_says_how_to_get_one() -> None:

@@ -129,13 +129,10 @@ class ForgetfulCheckpointer(Checkpointer):
         return report
 
 
-def check_with_forgetful_checkpoints() -> ParityReport:
+@on_ranks(2)
+def test_a_checkpoint_that_loads_something_else_is_named() -> None:
     with patch.object(parity, "Checkpointer", ForgetfulCheckpointer):
-        return check_parity(models.build, models.tokens, strategies=(3,), steps=2)
-
-
-def test_a_checkpoint_that_loads_something_else_is_named(run_ranks: RunRanks) -> None:
-    report = run_ranks(2, check_with_forgetful_checkpoints)[0]
+        report = check_parity(models.build, models.tokens, strategies=(3,), steps=2)
     loaded, resumed = report.differences
     assert place(loaded) == ("checkpoint", 0, f"{LAST}: exp_avg", "differs")
     assert (loaded.ratio, loaded.also) == (pytest.approx(0.5), ())
@@ -151,12 +148,10 @@ def test_the_callers_random_state_is_put_back() -> None:
     assert (report.passed, torch.equal(before, torch.get_rng_state())) == (True, True)
 
 
-def check_in_float32() -> ParityReport:
+@on_ranks(2)
+def test_a_float64_model_that_is_kept_in_float32_is_found() -> None:
     with first_rank_warns(r"compute in torch\.float64 and are optimised in torch\.float32"):
-        return check(None, {"model_fn": models.build_double, "strategies": (3,), "steps": 1})
-
-
-def test_a_float64_model_that_is_kept_in_float32_is_found(run_ranks: RunRanks) -> None:
-    found = run_ranks(2, check_in_float32)[0].differences[0]
+        report = check(None, {"model_fn": models.build_double, "strategies": (3,), "steps": 1})
+    found = report.differences[0]
     assert (found.where, found.kind) == ("gradient", "differs")
     assert found.ratio == pytest.approx(1, rel=1e-6)

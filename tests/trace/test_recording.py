@@ -3,6 +3,7 @@
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -119,24 +120,17 @@ def test_hybrid_sharding_has_an_outer_stream(run_ranks: RunRanks, how: str) -> N
             assert (count["gather"], count["reduce"]) == (expected.gathers, expected.reductions)
 
 
-def _evaluate_much() -> Timeline:
+@on_ranks(1)
+def test_a_step_that_never_ends_is_cut_and_the_next_one_is_whole() -> None:
     model, optimizer = sharded_tower(2)
-    limit, recorder.MAX_RECORDS = recorder.MAX_RECORDS, 60
-    try:
-        with trace(model, align=False) as recording:
-            with torch.no_grad():
-                for _ in range(20):
-                    tower_loss(model, data())
-            training.plain(model, data())
-            optimizer.step()
-            training.plain(model, data())
-    finally:
-        recorder.MAX_RECORDS = limit
-    return recording.result()
-
-
-def test_a_step_that_never_ends_is_cut_and_the_next_one_is_whole(run_ranks: RunRanks) -> None:
-    (timeline,) = run_ranks(1, _evaluate_much)
+    with patch.object(recorder, "MAX_RECORDS", 60), trace(model, align=False) as recording:
+        with torch.no_grad():
+            for _ in range(20):
+                tower_loss(model, data())
+        training.plain(model, data())
+        optimizer.step()
+        training.plain(model, data())
+    timeline = recording.result()
     assert timeline.is_cut
     forwards = Counter(span.step for span in timeline.spans if span.phase == "forward" and not span.unit)
     assert forwards[0] < 20
