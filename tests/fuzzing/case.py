@@ -66,7 +66,7 @@ class Case:
     dim: int  # width of the model
     blocks: tuple[BlockPlan, ...]  # its blocks
     tied: bool  # whether embedding and head share their weight
-    wrap: str  # units: `blocks`, `auto`, `none` or `everything` (blocks and head)
+    wrap: str  # units: `blocks`, `auto`, `none` or `everything` (blocks and head, and what `doors.py` says)
     mesh: MeshPlan  # ranks
     strategy: int  # 0 to 3
     outer_strategy: int  # 0 or 1
@@ -79,14 +79,17 @@ class Case:
     zero: str  # how gradients are cleared: `none`, `zeros`, `module` or `never` (they add up over steps)
     evaluate: bool  # run an evaluation between the steps
     reload: bool  # load the own state dict between the steps
-    options: dict[str, Any] = field(default_factory=dict)  # further arguments of `fully_shard`
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of the door
+    door: str = "wrapper"  # by which it is sharded: a key of `doors.DOORS`
+    message_bytes: int | None = None  # up to which small units are merged; None: as the environment says
 
 
 _FP64 = Precision(torch.float64, MixedPrecisionPolicy(main_params_dtype=None), 1e-9)
+_FP32 = Precision(torch.float32, MixedPrecisionPolicy(), 2e-4)
 _PRECISIONS = (
     _FP64,
     _FP64,
-    Precision(torch.float32, MixedPrecisionPolicy(), 2e-4),
+    _FP32,
     Precision(torch.float32, MixedPrecisionPolicy(torch.float64, torch.float64, torch.float64), 2e-4),
     Precision(torch.float32, MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16), 2e-4),
     Precision(torch.float32, MixedPrecisionPolicy(main_grads_dtype=torch.float64), 2e-4),
@@ -188,3 +191,72 @@ def _draw_memory(rng: random.Random, strategy: int, wrap: str, may_refine: bool)
     if rng.random() < 0.3 and may_refine:
         options["enable_fine_grained_param_gather"] = True
     return options
+
+
+# ---- the same program by other doors ---------------------------------------------------------------------------------
+
+_CARRIED_OVER = ("calculate_per_token_loss", "find_unused_parameters", "verify_ranks")
+
+
+def draw_program(seed: int, max_ranks: int = 4) -> Case:
+    """Draw the case of the wrapper, so that most can be expressed by other doors, too."""
+    rng = random.Random(seed + 2_000_003)
+    program = replace(draw_case(seed, max_ranks), message_bytes=rng.choice([None, 0, 0, 400, 2000]))
+    if rng.random() < 0.3:
+        return program
+    blocks = tuple(replace(block, scalar=False, mixed=False) for block in program.blocks)
+    precision = program.precision if program.precision.compute is torch.float32 else _FP32
+    return replace(program, blocks=blocks, precision=precision)
+
+
+def draw_doors(seed: int, max_ranks: int = 4) -> list[Case]:
+    """Draw a program, and return its case for each door that can express it; that of the wrapper first."""
+    return cases_of(draw_program(seed, max_ranks), random.Random(seed + 1_000_003))
+
+
+def cases_of(program: Case, rng: random.Random) -> list[Case]:
+    """Return the case of a program for each door that can express it, given that of the wrapper, which comes first."""
+    cases = [program, _in_buckets(program, rng)]
+    options, policy, compute = program.options, program.precision.policy, program.precision.compute
+    is_plain = not any(block.scalar or block.mixed for block in program.blocks) and not program.mesh.tensor
+    if is_plain and compute is torch.float32 and "calculate_per_token_loss" not in options:
+        cases.append(replace(program, door="in place", options={}))
+    if {policy.main_params_dtype, policy.main_grads_dtype} <= {None, compute}:
+        of_torch: dict[str, Any] = {name: options[name] for name in _CARRIED_OVER[:1] if name in options}
+        of_torch |= {"reshard_after_forward": rng.choice([None, True, False]), "connects": rng.random() < 0.5}
+        of_torch["find_unused_parameters"] = True  # as it always does
+        cases.append(replace(program, door="like torch", strategy=3, outer_strategy=0, options=of_torch))
+    return cases
+
+
+def _in_buckets(case: Case, rng: random.Random) -> Case:
+    """The case of buckets; its options are those of the class and, under `config`, fields of the configuration."""
+    shards = rng.random() < 0.6
+    policy = case.precision.policy
+    config: dict[str, object] = {
+        "use_distributed_optimizer": shards,
+        "overlap_grad_reduce": rng.random() < 0.7,
+        "average_in_collective": case.options.get("average_in_collective", False),
+        "check_for_nan_in_grad": case.options.get("report_nan_in_param_grad", False),
+        "bucket_size": rng.choice([None, 1, 20, 60, 200, 1000]),
+        "gradient_reduce_div_fusion": rng.random() < 0.7 or case.options.get("average_in_collective", False),
+        "pad_buckets_for_high_nccl_busbw": rng.random() < 0.15,
+        "megatron_fsdp_main_params_dtype": policy.main_params_dtype,
+        "megatron_fsdp_main_grads_dtype": policy.main_grads_dtype,
+        "megatron_fsdp_grad_comm_dtype": policy.grad_comm_dtype,
+    }
+    if any(block.sometimes and block.calls > 1 and block.checkpoint == "reentrant" for block in case.blocks):
+        # Gradients of such a layer come once or twice, as data decide, which overlap refuses (docs/ddp.md).
+        config["overlap_grad_reduce"] = False
+    if shards and case.mesh.outer:
+        config["num_distributed_optimizer_instances"] = case.mesh.outer
+    if shards and rng.random() < 0.7:
+        config["overlap_param_gather"] = True
+        config["align_param_gather"] = rng.random() < 0.4
+    if case.precision.compute is torch.float32 and rng.random() < 0.2:
+        config["param_name_patterns_for_fp32_local_accumulation"] = rng.choice([("all",), ("*.core.*", "*weight")])
+    delayable = not case.mesh.tensor and any(block.kind == "mlp" for block in case.blocks)
+    config["delay_wgrad_compute"] = delayable and rng.random() < 0.3
+    options = {name: case.options[name] for name in _CARRIED_OVER if name in case.options} | {"config": config}
+    mesh = MeshPlan(case.mesh.data_parallel, 0, case.mesh.tensor)
+    return replace(case, door="buckets", mesh=mesh, strategy=int(shards), outer_strategy=0, options=options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -13,11 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from megatron_fsdp import fully_shard
 from tests.fuzzing.case import SAMPLES, STEPS, Case
-from tests.fuzzing.model import VOCABULARY, Block, Net, batch, build
+from tests.fuzzing.model import VOCABULARY, Net, batch, build
 
 Named = dict[str, Tensor | None]
 
@@ -98,13 +99,13 @@ class OneProcess:
         return 1.0 if per_token else 1.0 / self.case.mesh.data_parallel
 
     def gradients(self) -> Named:
-        return {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}
+        return {name: whole(p.grad) for name, p in self.model.named_parameters() if p.requires_grad}
 
     def parameters(self) -> Named:
-        return dict(self.model.named_parameters())
+        return {name: whole(p) for name, p in self.model.named_parameters()}
 
-    def clip(self, max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+    def clip(self, max_norm: float) -> Tensor | None:
+        return whole(nn.utils.clip_grad_norm_(self.model.parameters(), max_norm))
 
     def reload(self) -> None:
         """Loading what is there changes nothing."""
@@ -163,56 +164,29 @@ class Led(OneProcess):
         return math.expm1(roundings * math.log1p(torch.finfo(dtype).eps / 2)) * torch.stack(terms).sum(0)
 
 
-_UNITS = {"blocks": [Block], "auto": None, "none": [], "everything": [Block, nn.Linear]}
-
-
 class Ranks(OneProcess):
-    """The same on this rank of a sharded model."""
+    """The same on this rank of a sharded model; each door has a class."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.model = build(case)
-        mesh = make_mesh(case)
+        self.mesh = make_mesh(case)
         if case.mesh.tensor:
-            parallelize(self.model, mesh)
-        self._shard(case, mesh)
-        self.model = self.sharded
-        names = [name for name in ("outer", "shard") if name in (mesh.mesh_dim_names or ())]
+            parallelize(self.model, self.mesh)
+        if case.message_bytes is not None:
+            os.environ["MFSDP_MESSAGE_BYTES"] = str(case.message_bytes)
+        self.shard()
+        self.dims = [name for name in ("outer", "shard") if name in (self.mesh.mesh_dim_names or ())]
         self.position = 0
-        for name in names:
-            self.position = self.position * mesh[name].size() + mesh.get_local_rank(name)
+        for name in self.dims:
+            self.position = self.position * self.mesh[name].size() + self.mesh.get_local_rank(name)
 
-    def _shard(self, case: Case, mesh: DeviceMesh) -> None:
-        self.sharded, self.optimizer = fully_shard(
-            self.model,
-            make_optimizer(case, self.model),
-            device_mesh=mesh,
-            dp_shard_dim="shard",
-            dp_outer_dim="outer" if case.mesh.outer else None,
-            hybrid_fsdp_group=_hybrid_group(mesh) if case.mesh.outer else None,
-            tp_dim="tensor" if case.mesh.tensor else None,
-            fsdp_unit_modules=_UNITS[case.wrap],
-            zero_dp_strategy=case.strategy,
-            outer_dp_sharding_strategy=case.outer_strategy,
-            mixed_precision_policy=case.precision.policy,
-            sync_model_each_microbatch=case.mode in ("plain", "no_sync"),
-            **case.options,
-        )
+    def shard(self) -> None:
+        """Shard the model, and make an optimizer of it."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """The engine does that."""
-
-    def sync(self, last: bool) -> AbstractContextManager[None]:
-        """Say in the case's way whether this is the last microbatch."""
-        mode = self.case.mode
-        if mode == "auto":
-            self.sharded.set_model_auto_sync(last)
-        elif mode == "last":
-            self.sharded.is_last_microbatch = last
-        elif mode == "mixed":
-            self.sharded.set_model_auto_sync(last)
-            return nullcontext() if last or self.case.seed % 2 else self.sharded.no_sync()
-        return self.sharded.no_sync() if mode == "no_sync" and not last else nullcontext()
 
     def parts(self, whole: Tensor) -> Iterator[Tensor]:
         yield whole.chunk(self.case.mesh.data_parallel)[self.position]
@@ -222,28 +196,11 @@ class Ranks(OneProcess):
         """The engine scales."""
         return 1.0
 
-    def gradients(self) -> Named:
-        return dict(self.sharded.full_gradients())
-
-    def parameters(self) -> Named:
-        return dict(self.sharded.full_parameters())
-
-    def clip(self, max_norm: float) -> Tensor:
-        """By the method, or by torch's function."""
-        if self.case.torch_clip:
-            norm = nn.utils.clip_grad_norm_(self.sharded.parameters(), max_norm)
-            return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        return self.sharded.clip_grad_norm_(max_norm)
-
 
 def make_mesh(case: Case) -> DeviceMesh:
     sizes = {"outer": case.mesh.outer, "shard": case.mesh.shard, "tensor": case.mesh.tensor}
     names = tuple(name for name, ranks in sizes.items() if ranks)
     return init_device_mesh("cpu", tuple(sizes[name] for name in names), mesh_dim_names=names)
-
-
-def _hybrid_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    return mesh["outer", "shard"]._flatten("hybrid").get_group()
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -291,21 +248,15 @@ def _clear(side: OneProcess) -> None:
         side.optimizer.zero_grad(set_to_none=how == "none")
 
 
-def play_on_rank(case: Case) -> Trace:
-    """For a worker: the sharded side. Ranks agree bit for bit on everything but their losses."""
-    return play_sharded(Ranks(case))
-
-
 def play_sharded(side: Ranks) -> Trace:
-    """Play on a rank; losses are those of the whole batch."""
-    case = side.case
+    """Play on a rank; losses are those of the whole batch. Ranks agree bit for bit on everything else."""
     trace = play(side)
-    group = side.sharded.get_distributed_index().get_dp_group()
     for label, values in trace.entries:
         if label == "loss":
-            dist.all_reduce(values[""], group=group)
-            if not case.options.get("calculate_per_token_loss"):
-                values[""] /= case.mesh.data_parallel
+            for dim in side.dims:
+                dist.all_reduce(values[""], group=side.mesh.get_group(dim))
+            if not side.case.options.get("calculate_per_token_loss"):
+                values[""] /= side.case.mesh.data_parallel
     return trace
 
 
@@ -335,6 +286,11 @@ def differences(expected: Trace, found: Trace, tolerance: float) -> list[str]:
             if (text := _compare(want[name], got[name], tolerance, rounding.get(name)))
         ]
     return told
+
+
+def whole(value: Tensor | None) -> Tensor | None:
+    """The whole of a sharded tensor; collective."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _largest(value: Tensor | None) -> float:
