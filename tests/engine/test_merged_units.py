@@ -75,19 +75,22 @@ def test_only_numbered_neighbours_of_one_class_in_one_list_are_merged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("unit_bytes", "num_ranks", "expected"),
+    ("unit_bytes", "num_ranks", "num_shards", "expected"),
     [
-        ([0, 100, 100], 1, 0),  # nothing is sent
-        ([256 * MIB, MIB], 2, 4 * MIB),
-        ([46 * MIB, MIB, MIB], 2, 48 * MIB // 20),  # a tenth of what a rank keeps
-        ([0, 30 * MIB, 2 * MIB], 16, 16 * MIB),
-        ([0, 30 * MIB, 2 * MIB], 64, 30 * MIB),  # as large as slots and buckets are anyway
+        ([0, 100, 100], 1, 1, 0),  # nothing is sent
+        ([256 * MIB, MIB], 2, 2, 4 * MIB),
+        ([46 * MIB, MIB, MIB], 2, 2, 48 * MIB // 20),  # a tenth of what a rank keeps
+        ([46 * MIB, MIB, MIB], 8, 2, 48 * MIB // 20),
+        ([0, 30 * MIB, 2 * MIB], 16, 16, 16 * MIB),
+        ([0, 30 * MIB, 2 * MIB], 64, 64, 30 * MIB),  # as large as slots and buckets are anyway
+        ([46 * MIB, MIB, MIB], 8, 1, 48 * MIB // 10),  # whole weights on each
+        ([512 * MIB, MIB], 64, 1, 25 * MIB),
     ],
 )
 def test_the_size_of_a_message_grows_with_the_ranks_while_that_costs_little_memory(
-    unit_bytes: list[int], num_ranks: int, expected: int
+    unit_bytes: list[int], num_ranks: int, num_shards: int, expected: int
 ) -> None:
-    assert message_bytes(unit_bytes, num_ranks) == expected
+    assert message_bytes(unit_bytes, num_ranks, num_shards) == expected
 
 
 @pytest.mark.parametrize(
@@ -100,10 +103,10 @@ def test_the_size_of_a_message_grows_with_the_ranks_while_that_costs_little_memo
 )
 def test_options_say_how_much_is_merged(numel: int | None, message: int | None, expected: list[str]) -> None:
     memory = MemoryOptions(communication_unit_numel=numel, message_bytes=message)
-    assert names(plan_units(Ordered(layers=5), [Layer], memory, 2, shapes_are_alike=True)) == expected
+    assert names(plan_units(Ordered(layers=5), [Layer], memory, 2, 2, shapes_are_alike=True)) == expected
     each = ["", *(f"layers.{k}" for k in range(5))]
-    assert names(plan_units(Ordered(layers=5), [Layer], memory, 2, shapes_are_alike=False)) == each
-    finer = plan_units(Ordered(layers=5), [Layer], replace(memory, fine_grained=True), 2, shapes_are_alike=True)
+    assert names(plan_units(Ordered(layers=5), [Layer], memory, 2, 2, shapes_are_alike=False)) == each
+    finer = plan_units(Ordered(layers=5), [Layer], replace(memory, fine_grained=True), 2, 2, shapes_are_alike=True)
     assert len(finer.units) == 11
 
 
@@ -184,8 +187,10 @@ def test_merged_units_equal_one_process(run_ranks: RunRanks, name: str, num_rank
 # ---- what is sent, and who may differ ----------------------------------------------------------------------------
 
 
-def _wrap(strategy: int, message: str, layers: int = 6) -> Sharded:
-    os.environ["MFSDP_MESSAGE_BYTES"] = message
+def _wrap(strategy: int, message: str | None, layers: int = 6) -> Sharded:
+    os.environ.pop("MFSDP_MESSAGE_BYTES", None)
+    if message is not None:
+        os.environ["MFSDP_MESSAGE_BYTES"] = message
     with fixed_seed(0):
         model = Ordered(tuple(range(layers)), layers=layers)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -212,6 +217,17 @@ def test_merged_units_take_one_message_each(strategy: int, message: str, gathers
     _steps(model, optimizer, 1)
     sent = model.traffic().since(before)
     assert (sent.gathers, sent.reductions) == (gathers, reductions)
+
+
+@pytest.mark.parametrize(("strategy", "reductions"), [(0, 11), (1, 21), (3, 21)])
+@on_ranks(2)
+def test_whole_weights_take_fewer_messages(strategy: int, reductions: int) -> None:
+    """A tenth of 40 layers that every rank keeps whole are four; of the half that it keeps of cut ones, two."""
+    model, optimizer = _wrap(strategy, None, layers=40)
+    _steps(model, optimizer, 2)
+    before = model.traffic()
+    _steps(model, optimizer, 1)
+    assert model.traffic().since(before).reductions == reductions
 
 
 @on_ranks(2)

@@ -267,6 +267,11 @@ class Sharding:
     divisor: float  # of the sum of all ranks' gradients; for experts also the number of dense data-parallel ranks
     compute_dtype: torch.dtype | None = None  # to which real floating-point weights are cast; None: their own
 
+    @property
+    def num_shards(self) -> int:
+        """The number of shards of the main weights over all ranks."""
+        return shard_count(self.placements.main_weight, self.rank_mesh.axes)
+
     def plan_group(self, spec: ParameterGroupSpec, parts: tuple[TensorParallelPart | None, ...]) -> GroupPlan:
         """Plan layout, dtypes, placements and factors of one group, whose parameters were cut as `parts` before."""
         own, placements = spec.key.dtype, self.placements

@@ -276,7 +276,7 @@ class ShardState:
         root, *inner = named = list(self._named_states())
         mesh, states = self.plans.mesh, [state for _, state in named]
         held = [sum(each.shape.numel() * each.held.dtype.itemsize for each in state.params) for state in states]
-        limit = message_bytes(held, mesh.num_ranks, given)
+        limit = message_bytes(held, mesh.num_ranks, states[0].sharding.num_shards, given)
         # Ranks may hold other shapes of parameters on other meshes, and of tensor-parallel parts; and those that may
         # skip units call neighbours in any order.
         meshes = (plans.mesh for state in states for plans in (state.plans, *state.other_plans))

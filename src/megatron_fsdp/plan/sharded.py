@@ -115,7 +115,6 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
     """
     ranks, num_ranks = setup.ranks, setup.ranks.inner * setup.ranks.dp_outer
     is_flat = ranks.ep == ranks.tp == 1
-    found = plan_units(module, fsdp_unit_modules, setup.memory, num_ranks, shapes_are_alike=is_flat)
     if next(module.parameters(), None) is None:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to plan")
     options = EngineOptions(
@@ -129,6 +128,7 @@ def plan_model(module: nn.Module, setup: Setup, fsdp_unit_modules: UnitModules =
             *([_rank_mesh(setup, ranks.inner // ranks.ep, is_expert=True)] if ranks.ep > 1 else []),
         )
     )
+    found = plan_units(module, fsdp_unit_modules, setup.memory, num_ranks, dense.num_shards, shapes_are_alike=is_flat)
     sharding = ModelSharding(
         dense,
         experts[0] if experts else None,

@@ -448,27 +448,31 @@ _LATENCY_BYTES_PER_RANK = 2**20
 """Rings cut a message into one part for each rank."""
 
 
+_WHOLE_BYTES = 25 * 2**20
+"""As the buckets of torch's DDP: whole weights are never gathered, so nothing waits for a message but the step."""
+
+
 _MOST_OF_A_SHARD = 1 / 10
 """A merged unit's share of the weights that a rank keeps. Two slots, two buckets and scratch are as large, so merging
 adds at most a sixth to weights and Adam's state in one dtype."""
 
 
-def message_bytes(unit_bytes: Sequence[int], num_ranks: int, given: int | None = None) -> int:
+def message_bytes(unit_bytes: Sequence[int], num_ranks: int, num_shards: int, given: int | None = None) -> int:
     """Return the size in bytes below which neighbouring units are merged: the given one, or by the number of ranks.
 
     0 on one rank, which sends nothing.
 
     It grows with the ranks as far as the peak does not: slots and buckets become as large as the largest unit anyway.
-    What merging adds to the peak is a small share of what a rank keeps. `unit_bytes` are those of the full weights of
-    each unit, the root first.
+    What merging adds to the peak is a small share of what a rank keeps: one of `num_shards` shards of the weights that
+    are updated. `unit_bytes` are those of the full weights of each unit, the root first.
     """
     if given is not None:
         return given
     if num_ranks == 1:
         return 0
     largest = max(unit_bytes[ROOT_UNIT + 1 :], default=0)
-    fast = max(_LATENCY_BYTES, min(num_ranks * _LATENCY_BYTES_PER_RANK, largest))
-    return min(fast, max(largest, int(_MOST_OF_A_SHARD * sum(unit_bytes) / num_ranks)))
+    fast = max(_LATENCY_BYTES, min(num_ranks * _LATENCY_BYTES_PER_RANK, largest)) if num_shards > 1 else _WHOLE_BYTES
+    return min(fast, max(largest, int(_MOST_OF_A_SHARD * sum(unit_bytes) / num_shards)))
 
 
 def plan_units(
@@ -476,13 +480,15 @@ def plan_units(
     unit_modules: Sequence[type[nn.Module] | str] | str | None,
     memory: MemoryOptions,
     num_ranks: int,
+    num_shards: int,
     *,
     shapes_are_alike: bool,
 ) -> UnitPlan:
     """Find the units of a model; split them for fine-grained all-gathers, or merge small neighbours; it is only read.
 
-    `num_ranks` are data-parallel ones. `shapes_are_alike`: all ranks hold tensors of the same shapes. Experts and
-    tensor-parallel parts may not, and then nothing is merged, since all ranks have to merge the same.
+    `num_ranks` are data-parallel ones, of which `num_shards` hold different parts of the weights that are updated.
+    `shapes_are_alike`: all ranks hold tensors of the same shapes. Experts and tensor-parallel parts may not, and then
+    nothing is merged, since all ranks have to merge the same.
     """
     plan = find_units(module, unit_modules, adds_ends=memory.cuts_root)
     memory.check_plan(len(plan.units) - 1)
@@ -495,7 +501,7 @@ def plan_units(
     if memory.message_bytes is None and memory.communication_unit_numel is not None:
         numels = [sum(params[name].numel() for name in unit.parameters) for unit in plan.units]
         return merge_small_units(plan, numels, memory.communication_unit_numel)
-    return merge_small_units(plan, held, message_bytes(held, num_ranks, memory.message_bytes))
+    return merge_small_units(plan, held, message_bytes(held, num_ranks, num_shards, memory.message_bytes))
 
 
 def merge_small_units(plan: UnitPlan, sizes: Sequence[int], limit: int) -> UnitPlan:

@@ -65,9 +65,9 @@ class UnitGrouping(Grouping):
 
     def plan(self, module: nn.Module, sharding: ModelSharding) -> UnitPlan:
         """Find the units; split them for fine-grained all-gathers, or merge small neighbours."""
-        dense = sharding.dense.rank_mesh
-        alike = sharding.experts is None and dense.tensor_parallel is None
-        return plan_units(module, self.unit_modules, self.memory, dense.num_ranks, shapes_are_alike=alike)
+        ranks, shards = sharding.dense.rank_mesh, sharding.dense.num_shards
+        alike = sharding.experts is None and ranks.tensor_parallel is None
+        return plan_units(module, self.unit_modules, self.memory, ranks.num_ranks, shards, shapes_are_alike=alike)
 
     def cut_numel(self, num_ranks: int) -> int | None:
         """Return the elements at which the root's parameters are cut into groups; None: never."""
