@@ -1,6 +1,7 @@
 """Optimizers whose step runs on local tensors: what stepping DTensors gives, and seen as DTensors by all."""
 
 import io
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -256,6 +257,18 @@ def test_an_infinite_gradient_of_one_rank_alone_skips_the_step_on_all(strategy: 
     scaler.update()
     assert scaler.get_scale() == 4.0
     assert largest_difference(before, weights(model)) == 0.0
+
+
+@on_ranks(2)
+def test_a_gradient_is_held_by_its_parameter_alone_after_a_step() -> None:
+    model = wrap(build, 0)
+    optimizer = connect(model, VARIANTS["adamw fused"])
+    for batch in batches(2):
+        optimizer.zero_grad()
+        backward(model, batch)
+        optimizer.step()
+    grads = [param.grad for param in model.parameters()]
+    assert [sys.getrefcount(grad._local_tensor) - 1 for grad in grads] == [1] * len(grads)
 
 
 # ---- what users do between steps -------------------------------------------------------------------------------------

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from torch.optim import Optimizer
 from megatron_fsdp.comm.streams import CommStream, Work, finish_stream, make_comm_stream
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.gradients import GRAD, get_grads
+from megatron_fsdp.engine.gradients import GRAD, get_grads, plain_attributes
 from megatron_fsdp.engine.memory import FlatBuffer, allocate
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.step import Step, engine_of, params_of
@@ -57,7 +59,7 @@ def steps_locally(optimizer: Optimizer) -> bool:
 
 
 class LocalStep(Step):
-    """Steps a view of one optimizer over local tensors, without communication; between steps it holds no tensors.
+    """Steps a view of one optimizer over local tensors, without communication; between steps it holds no gradients.
 
     `moves_state`: state of some parameters is offloaded.
     """
@@ -65,6 +67,7 @@ class LocalStep(Step):
     def __init__(self, moves_state: bool = False) -> None:
         self._streams = _StateStreams() if moves_state else None
         self._view: _LocalTensors | None = None  # of the running step
+        self._kept: _Kept | None = None  # of the last one
         self.has_stepped = False  # so that there is state, in the order of parameters and in its place
         self.leaves_out: frozenset[int] = frozenset()  # ids of parameters that the next step finds stepped
         self.check: Callable[[], None] | None = None  # called by that step, behind all hooks
@@ -80,7 +83,8 @@ class LocalStep(Step):
             A view that works on local tensors; the optimizer itself where its kind is not known to be elementwise,
             or where the step is compiled or runs in inference mode.
         """
-        self.hand_over()
+        if self._view is not None:  # of a step that failed
+            self.hand_over()
         groups, left_out, self.leaves_out = None, self.leaves_out, frozenset()
         check, self.check = self.check, None
         if left_out:
@@ -90,7 +94,7 @@ class LocalStep(Step):
             ]
         elif not steps_locally(optimizer) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return optimizer
-        self._view = _LocalTensors(optimizer, self._streams, groups, check)
+        self._view = _LocalTensors(optimizer, self._streams, groups, check, None if groups else self._kept)
         return _view_of(optimizer, self._view)
 
     def finish(self, _optimizer: Optimizer) -> None:
@@ -99,10 +103,69 @@ class LocalStep(Step):
         self.has_stepped = True
 
     def hand_over(self) -> None:
-        """Move new state to the optimizer, after a step or one that failed, and drop all references."""
+        """Move new state to the optimizer after a step or one that failed; without one drop the tensors kept."""
         view, self._view = self._view, None
         if view is not None:
             view.hand_over_state()
+        self._kept = None if view is None else view.kept
+
+
+class _Kept:
+    """The local tensors of a step, which the next one shows again if nothing was exchanged: so it nearly always is.
+
+    Making them anew takes as long as the step of a small model.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[Mapping[str, Any]],
+        local: list[list[Tensor]],
+        states: dict[Tensor, State],
+    ) -> None:
+        self.params = [list(group["params"]) for group in groups]
+        self.local = local  # of each group
+        self.states = states  # by local parameter
+        self._memory = [list(map(_local_tensor, params)) for params in self.params]
+        self.note_states(optimizer)
+
+    def note_states(self, optimizer: Optimizer) -> None:
+        """Note the optimizer's states, and the local ones, which equal them."""
+        self._own, self._shown = _values(optimizer.state), _values(self.states)
+        self._tensors = [value for value in self._own if type(value) is UnevenDTensor]
+        self._memory_of_states = list(map(_local_tensor, self._tensors))
+
+    def has_new_states(self) -> bool:
+        """Return True if the step has made or exchanged states."""
+        return not _are_same(_values(self.states), self._shown)
+
+    def is_of(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Return True if parameters, their memory and all states are the noted ones."""
+        return (
+            len(groups) == len(self.params)
+            and all(_are_same(group["params"], params) for group, params in zip(groups, self.params, strict=True))
+            and all(
+                _are_same(list(map(_local_tensor, params)), memory)
+                for params, memory in zip(self.params, self._memory, strict=True)
+            )
+            and _are_same(_values(optimizer.state), self._own)
+            and _are_same(list(map(_local_tensor, self._tensors)), self._memory_of_states)
+        )
+
+
+_local_tensor = attrgetter("_local_tensor")
+
+
+def _values(states: Mapping[Tensor, State]) -> list[Any]:
+    """Return all states, of any type that users may have put there, and their contents."""
+    of_each: list[Any] = list(states.values())
+    inside = (state.values() for state in of_each if isinstance(state, dict))
+    return [*of_each, *itertools.chain.from_iterable(inside)]
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return True if two sequences hold the same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 class _LocalTensors:
@@ -114,13 +177,15 @@ class _LocalTensors:
         streams: _StateStreams | None,
         groups: list[dict[str, Any]] | None = None,
         check: Callable[[], None] | None = None,
+        kept: _Kept | None = None,
     ) -> None:
         self._optimizer = optimizer
         self.groups = groups or ()  # to be shown instead of all current ones
         self._check = check  # of what hooks may have changed
         self._streams = streams  # where state moves, if it does
         self._sharded = SHARDED_STATE[type(optimizer)]
-        self._shown: list[tuple[UnevenDTensor, State]] = []
+        self.kept = kept
+        self._shows_kept = False
         self.state: Mapping[Tensor, State] = optimizer.state
 
     def look(self) -> list[dict[str, Any]]:
@@ -133,53 +198,68 @@ class _LocalTensors:
         if self._check is not None:
             self._check()
         groups: list[dict[str, Any]] = self._optimizer.param_groups if not self.groups else list(self.groups)
-        states: dict[Tensor, State] = {}
-        shown: list[dict[str, Any]] = []
-        pairs: list[tuple[UnevenDTensor, State]] = []
-        for group in groups:
-            found = None if group.get("differentiable") else self._localise(group["params"])
-            if found is None:
-                if self._streams is not None and _pages(self._optimizer):
-                    raise _cannot_page(self._optimizer)
-                self.state = self._optimizer.state
-                return groups
-            shown.append({**group, "params": [local for local, _ in found]})
-            states.update(found)
-            pairs += zip(group["params"], (state for _, state in found), strict=True)
-        self.state, self._shown = states, pairs
+        with plain_attributes():
+            if self.kept is None or not self.kept.is_of(self._optimizer, groups):
+                self.kept = self._localise(groups)
+            self._shows_kept = self.kept is not None and self._set_gradients(self.kept)
+        if self.kept is None or not self._shows_kept or any(group.get("differentiable") for group in groups):
+            self.hand_over_state()
+            if self._streams is not None and _pages(self._optimizer):
+                raise _cannot_page(self._optimizer)
+            return groups
+        self.state = self.kept.states
+        shown = [{**group, "params": params} for group, params in zip(groups, self.kept.local, strict=True)]
         if self._streams is not None:
-            return _StepChunks(shown, groups, states, self._sharded, self._streams)
+            return _StepChunks(shown, groups, self.kept.states, self._sharded, self._streams)
         return shown
 
-    def _localise(self, params: Sequence[Tensor]) -> list[tuple[Tensor, State]] | None:
-        """Return each parameter with its gradient, and its state, as local tensors; None if that is impossible."""
-        source, found = self._optimizer.state, []
-        if len(set(map(id, params))) < len(params):
-            return None  # a parameter that is listed twice is stepped twice on one state
-        for param, grad in zip(params, get_grads(params, GRAD), strict=True):
-            if type(param) is not UnevenDTensor:
-                return None
-            spec = param.shard_spec
-            local = param._local_tensor.detach()  # shares the version counter, by which writes are noticed
-            if grad is not None:
-                if grad.dtype != param.dtype or not _is_sharded_as(spec, grad):
+    def _localise(self, groups: Sequence[Mapping[str, Any]]) -> _Kept | None:
+        """Return all parameters and their states as local tensors; None if that is impossible."""
+        source, shown = self._optimizer.state, list[list[Tensor]]()
+        states: dict[Tensor, State] = {}
+        for group in groups:
+            params = group["params"]
+            if len(set(map(id, params))) < len(params):
+                return None  # a parameter that is listed twice is stepped twice on one state
+            shown.append([])
+            for param in params:
+                if type(param) is not UnevenDTensor:
                     return None
-                local.grad = grad._local_tensor  # type: ignore[attr-defined]
-            state: State = {}
-            for key, value in source.get(param, {}).items():
-                if key in self._sharded and value is not None:
-                    if not _is_sharded_as(spec, value):
+                local = param._local_tensor.detach()  # shares the version counter, by which writes are noticed
+                shown[-1].append(local)
+                state = states[local] = {}
+                for key, value in source.get(param, {}).items():
+                    is_sharded = key in self._sharded and value is not None
+                    if is_sharded and not _is_sharded_as(param.shard_spec, value):
                         return None
-                    state[key] = value._local_tensor
-                else:
-                    state[key] = value
-            found.append((local, state))
-        return found
+                    state[key] = value._local_tensor if is_sharded else value
+        return _Kept(self._optimizer, groups, shown, states)
+
+    @staticmethod
+    def _set_gradients(kept: _Kept) -> bool:
+        """Set the local parameters' gradients; return False if one is not sharded as its parameter."""
+        for params, local_params in zip(kept.params, kept.local, strict=True):
+            for param, local, grad in zip(params, local_params, get_grads(params, GRAD), strict=True):
+                if grad is not None:
+                    if grad.dtype != local.dtype or not _is_sharded_as(param.shard_spec, grad):
+                        return False
+                    local.grad = _local_tensor(grad)
+        return True
 
     def hand_over_state(self) -> None:
         """Move the state that the step has made to the optimizer, sharded as its parameter where it has its shape."""
-        shown, self._shown, self.state = self._shown, [], self._optimizer.state
-        for param, state in shown:
+        self.state, kept = self._optimizer.state, self.kept
+        if kept is None:
+            return
+        for local in itertools.chain.from_iterable(kept.local):
+            local.grad = None  # whose memory is given back between steps
+        if not self._shows_kept:
+            return
+        self._shows_kept = False
+        if not kept.has_new_states():
+            return
+        for param, local in zip(*map(itertools.chain.from_iterable, (kept.params, kept.local)), strict=True):
+            state = kept.states[local]
             if not state:
                 continue
             own = self._optimizer.state[param]
@@ -188,6 +268,7 @@ class _LocalTensors:
                     own[key] = value
                 elif own.get(key) is None or own[key]._local_tensor is not value:
                     own[key] = UnevenDTensor.wrap(value, param.shard_spec)
+        kept.note_states(self._optimizer)
 
 
 class _StateStreams:

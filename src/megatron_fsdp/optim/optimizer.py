@@ -281,7 +281,8 @@ class _StepHooks:
             )
 
     def after_loading(self, optimizer: Optimizer) -> None:
-        """Move loaded state to its offload memory, and drop a step in backward that has failed."""
+        """Move loaded state to its offload memory; drop kept tensors, and a step in backward that has failed."""
+        self._step.hand_over()
         if _moves_state(optimizer):
             for each in members_of(optimizer):
                 move_to_offload(each)
