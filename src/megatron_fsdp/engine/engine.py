@@ -228,8 +228,8 @@ class Engine:
         if opens:
             self.refuse_open_pass("a forward began")
             self.on_pass(Pass.FORWARD)
-            if self.executor.in_backward is not None:
-                self.executor.in_backward.check_forward(self.backward_number)
+            if self.executor.optimizer_in_backward is not None:
+                self.executor.optimizer_in_backward.check_forward(self.backward_number)
             if is_capturing(self.device):
                 self._check_capture()
                 self._was_captured = True
@@ -596,8 +596,8 @@ class Engine:
             return
         self.refuse_shown_copies("a backward began")
         self.on_pass(Pass.BACKWARD)
-        if self.executor.in_backward is not None:
-            self.executor.in_backward.backward_begins(self.backward_number + 1)
+        if self.executor.optimizer_in_backward is not None:
+            self.executor.optimizer_in_backward.backward_begins(self.backward_number + 1)
         if self.has_newer_weights:  # newer than the forward's: the scheduler refuses the backward
             self.executor.run(self.scheduler.weights_changed())
         self._adopt_requires_grad()  # parameters frozen since the forward get no gradient
@@ -778,7 +778,7 @@ class Engine:
 
     def refuse_late(self, what: str) -> None:
         """Raise, on every rank, if an optimizer in backward has already used the gradients."""
-        if self.executor.in_backward is not None:
+        if self.executor.optimizer_in_backward is not None:
             raise ConfigurationError(
                 f"{what} comes too late inside of optimizer.step_in_backward(), since the optimizer has used gradients "
                 "already; leave step_in_backward out"
@@ -817,8 +817,8 @@ class Engine:
         """
         self.microbatch_count = 0
         self._callback_queued = False
-        if self.executor.in_backward is not None:
-            self.executor.in_backward.reset()
+        if self.executor.optimizer_in_backward is not None:
+            self.executor.optimizer_in_backward.reset()
         if self.delayed is not None:
             self.delayed.clear()
         # First wait for collectives in flight: the reshard frees the memory that they write.

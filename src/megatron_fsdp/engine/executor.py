@@ -134,7 +134,7 @@ class Executor:
         self.make_block_pools()
         self._borrowed: dict[int, Block] = {}  # the bucket that each unit fills, by its index
         self.operations_digest = 0  # of all gathers and reductions, which ranks compare at a sync
-        self.in_backward: OptimizerInBackward | None = None
+        self.optimizer_in_backward: OptimizerInBackward | None = None
         self.is_broken = False  # an operation failed, so the scheduler's state is wrong until a reset
         self.in_flight: deque[_Reduction] = deque()
         # unit, outer buffer, and works with the memory that has to be kept until they are waited for; oldest first
@@ -265,14 +265,14 @@ class Executor:
             # What waits unreduced already has to be added to, whatever this backward would do by itself.
             gradients.begin(None)
             return
-        may_fill_main = self.in_backward is None and self.pool.plan is None
+        may_fill_main = self.optimizer_in_backward is None and self.pool.plan is None
         if not (may_fill_main and gradients.fill_main(group.sharded)):
             gradients.begin(unit.slice_of(group_index, self._bucket(unit)))
 
     def reduce(self, unit: Unit, sync_scope: SyncScope) -> None:
         """Start to reduce all gradients of a unit; outside of the sync scope keep them unreduced."""
-        if self.in_backward is not None and sync_scope is not SyncScope.NOWHERE:
-            self.in_backward.unit_reduces(unit)
+        if self.optimizer_in_backward is not None and sync_scope is not SyncScope.NOWHERE:
+            self.optimizer_in_backward.unit_reduces(unit)
         reducing = []
         for each in unit.trained:
             if not each.group.reduces:
@@ -331,8 +331,8 @@ class Executor:
                 work.wait()
         if block is not None:
             self._outer_buffers.give_back(block)
-        if self.in_backward is not None:
-            self.in_backward.unit_is_reduced(self._units[index])
+        if self.optimizer_in_backward is not None:
+            self.optimizer_in_backward.unit_is_reduced(self._units[index])
 
     def _pool(self, unit: Unit) -> BlockPool:
         return self._root_bucket if unit.index == ROOT_UNIT else self._buckets
@@ -373,8 +373,8 @@ class Executor:
         if reduction.sync_scope is SyncScope.EVERYWHERE:
             # Gradients are final here, or when the outer reduction is waited for.
             is_on_its_way = self.reduce_outer(reduction.unit)
-            if self.in_backward is not None and not is_on_its_way:
-                self.in_backward.unit_is_reduced(reduction.unit)
+            if self.optimizer_in_backward is not None and not is_on_its_way:
+                self.optimizer_in_backward.unit_is_reduced(reduction.unit)
         return True
 
     def retire_all(self) -> None:

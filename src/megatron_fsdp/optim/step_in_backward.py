@@ -236,9 +236,9 @@ def _hand_over_groups(engine: Engine, take: Take | None) -> GroupsOfBackward:
         ConfigurationError: None of them would be final before backward ends.
         ScheduleError: An optimizer steps in backward already.
     """
-    if engine.executor.in_backward is not None:
+    if engine.executor.optimizer_in_backward is not None:
         raise ScheduleError(
-            engine.executor.in_backward.broken
+            engine.executor.optimizer_in_backward.broken
             or "optimizer.step_in_backward() was entered before the step that another one began has ended; call "
             "optimizer.step() first"
         )
@@ -280,7 +280,7 @@ class GroupsOfBackward(OptimizerInBackward):
         self._is_open = True
         self.stepped: list[ParameterGroup] = []
         self.broken = ""
-        engine.executor.in_backward = self
+        engine.executor.optimizer_in_backward = self
 
     @property
     def is_of_the_last_backward(self) -> bool:
@@ -296,8 +296,8 @@ class GroupsOfBackward(OptimizerInBackward):
         """Detach from the executor, so that passes may begin: the step has ended, or has left no trace."""
         self.close()
         engine = self._engine()
-        if engine is not None and engine.executor.in_backward is self:
-            engine.executor.in_backward = None
+        if engine is not None and engine.executor.optimizer_in_backward is self:
+            engine.executor.optimizer_in_backward = None
 
     def fail(self, problem: str) -> None:
         """Stop; if a parameter was stepped, block passes until a checkpoint is loaded."""
