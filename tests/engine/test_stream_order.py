@@ -375,7 +375,7 @@ FAULTS: Mapping[str, tuple[Fault, str, str]] = {
     "buckets are filled while they are reduced": (partial(without_works, BlockPool, "borrow"), "two forwards", "flat"),
     "gradients are shown before they are reduced": (partial(without_works, Executor, "retire_all"), "plain", "flat"),
     "gradients are shown before the outer reduction": (
-        partial(without_works, Executor, "_finish_outer_reduction"),
+        partial(without_works, Executor, "_retire_outer"),
         "plain",
         "fully hybrid",
     ),

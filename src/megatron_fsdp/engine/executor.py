@@ -312,7 +312,7 @@ class Executor:
         if not waiting:
             return False
         while len(self._outer_reductions) >= OUTER_REDUCTIONS:
-            self._finish_outer_reduction()
+            self._retire_outer()
         block = self._outer_buffers.borrow() if self._outer_buffers.held_bytes else None
         with self._communicating(Phase.REDUCE_OUTER, unit):
             started = [
@@ -324,7 +324,7 @@ class Executor:
         self._outer_reductions.append((unit.index, block, started))
         return True
 
-    def _finish_outer_reduction(self) -> None:
+    def _retire_outer(self) -> None:
         index, block, started = self._outer_reductions.popleft()
         with self._communicating(Phase.RETIRE, self._units[index]):
             for work, _memory in started:
@@ -382,7 +382,7 @@ class Executor:
         while self._retire_oldest():
             pass
         while self._outer_reductions:
-            self._finish_outer_reduction()
+            self._retire_outer()
         # What follows a backward (an optimizer step, an evaluation) may need the memory.
         for pool in self._pools:
             pool.empty()
