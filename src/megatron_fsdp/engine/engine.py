@@ -334,7 +334,7 @@ class Engine:
     # Note [Weights of other units]
     #
     # A forward may read the dtype of a weight before its module is called (`x.to(self.head.weight.dtype)`). So while a
-    # pass runs, modules whose full parameters are not shown hold this rank's part of the compute weights, instead of
+    # pass runs, modules whose full parameters are not shown hold this rank's shard of the compute weights, instead of
     # that of the main weights, where these differ in dtype. Both are sharded, so that code which would compute with
     # them too early fails instead of computing with stale values.
 

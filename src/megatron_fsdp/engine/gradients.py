@@ -274,7 +274,7 @@ class GradientBuffers:
         self.reduces_in_place = plan.reduces_in_place
         self.grad_attribute = GRAD  # where the sharded parameters show their gradient
         self.inspect: Inspect | None = None  # called with tensor i of each bucket before it is reduced
-        # called with this rank's part of each reduced gradient, before it is scaled and added; may change it in place
+        # called with this rank's shard of each reduced gradient, before it is scaled and added; may change it in place
         self.after_reduction: Callable[[torch.Tensor], None] | None = None
         self.main = MainGradient(plan)
         self.of_parameter = tuple(ParameterGradient() for _ in plan.layout.shapes)

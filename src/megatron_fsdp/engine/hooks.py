@@ -362,7 +362,7 @@ def surround(module: nn.Module, before: Callable[..., None], after: Callable[...
     module._compiled_call_impl = torch.compiler.disable(call, recursive=False)
 
 
-# Taking part in a unit's communication without computing with it, for ranks that have no data for the unit.
+# Joining a unit's communication without computing with it, for ranks that have no data for the unit.
 
 
 @dataclass(frozen=True)
@@ -391,7 +391,7 @@ def calls_of(
 
     `order` lists modules within it as the forward calls them; None: in the order of registration.
     """
-    number_of = {id(part): (unit_index, module_index) for unit_index, module_index, part in unit_modules_of(engine)}
+    number_of = {id(inner): (unit_index, module_index) for unit_index, module_index, inner in unit_modules_of(engine)}
     known = {id(inner) for inner in root.modules()}
     whole = root if module is None else module
     modules = None if order is None else tuple(order)

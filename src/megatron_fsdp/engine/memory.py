@@ -35,7 +35,7 @@ from megatron_fsdp.sharding.placement import Region
 
 
 class FlatBuffer:
-    """This rank's part of all tensors of a layout, in one flat local tensor."""
+    """This rank's shards of all tensors of a layout, in one flat local tensor."""
 
     def __init__(self, layout: Layout, region: Region, local: torch.Tensor) -> None:
         self.layout = layout  # where each tensor lies in the full buffer
@@ -64,7 +64,7 @@ class FlatBuffer:
 
     def store_all(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Copy this region's part of full tensors, casting to this buffer's dtype; skip those that are None."""
-        shards, parts = [], []
+        shards, sources = [], []
         for index, (shard, tensor) in enumerate(zip(self.local_shards(), tensors, strict=True)):
             if tensor is None or not shard.numel():
                 continue
@@ -73,9 +73,9 @@ class FlatBuffer:
                 continue
             start, stop = self.layout.range_in(index, self.region)
             shards.append(shard.view(-1))
-            parts.append(tensor.detach().view(-1)[start:stop])
+            sources.append(tensor.detach().view(-1)[start:stop])
         if shards:
-            torch._foreach_copy_(shards, parts)
+            torch._foreach_copy_(shards, sources)
 
     def store(self, index: int, tensor: torch.Tensor) -> None:
         """Copy this region's part of a full tensor, casting to this buffer's dtype."""
@@ -226,9 +226,9 @@ class CommunicationPool:
 
     def shard(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return zeros (numel,) for the shard that a rank sends of group `number`; None if the pool has none."""
-        part = self.memory_of(Use.SHARD, number)
+        memory = self.memory_of(Use.SHARD, number)
         # `data`: whoever compares versions of these weights must not see what is written next to them.
-        return None if part is None else part.view(dtype)[:numel].data
+        return None if memory is None else memory.view(dtype)[:numel].data
 
     def planned(self, use: Use, num_bytes: int) -> int:
         """Count the blocks of one use that are taken already and large enough."""
@@ -236,9 +236,10 @@ class CommunicationPool:
 
     def make(self, use: Use, number: int, num_bytes: int) -> Block:
         """Make a block, once for each number: the planned one if that is large enough, else one with its own memory."""
-        part = self.memory_of(use, number)
-        fits = part is not None and part.numel() >= num_bytes
-        return Block(part.numel(), self._device, part) if fits and part is not None else Block(num_bytes, self._device)
+        memory = self.memory_of(use, number)
+        if memory is None or memory.numel() < num_bytes:
+            return Block(num_bytes, self._device)
+        return Block(memory.numel(), self._device, memory)
 
 
 class BlockPool:

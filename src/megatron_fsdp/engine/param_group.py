@@ -36,8 +36,8 @@ from megatron_fsdp.sharding.placement import Region, held_region
 
 # The two weight buffers of a parameter group: what compute uses and what the optimizer updates.
 #
-#     main weight  -> copied, cast ->  its part of the compute weight  -> all-gathered over the outer axis ->
-#     an inner rank's part  -> all-gathered over the inner axis ->  full compute weight
+#     main weight  -> copied, cast ->  its shard of the compute weight  -> all-gathered over the outer axis ->
+#     an inner rank's shard  -> all-gathered over the inner axis ->  full compute weight
 #
 # A gather that would not grow the region is left out.
 
@@ -66,8 +66,8 @@ class WeightBuffers:
         """Make the compute weights of memory, and the main weights that lie in it."""
         layout = plan.layout
         # In the compute dtype, or the bytes of a weight format where they are gathered into slots. Sharded under
-        # strategy 3, else full (and, under 1 and 2, up to date only in this rank's part between an optimizer step and
-        # the next gather). Main weights are full under strategy 0, else this rank's part.
+        # strategy 3, else full (and, under 1 and 2, up to date only in this rank's shard between an optimizer step and
+        # the next gather). Main weights are full under strategy 0, else this rank's shard.
         held = held_region(layout.numel, plan.placements.compute_weight, plan.axes)
         self.compute = FlatBuffer(layout, held, memory)
         if self.quantizer is not None and plan.is_encoded:
@@ -128,7 +128,7 @@ class WeightBuffers:
             self.compute.view_of(self.main.region).copy_(self.main.local)
 
     def all_gather_outer(self, async_op: bool) -> torch.distributed.Work | None:
-        """All-gather an inner rank's part of the compute weights, in place, over the outer ranks."""
+        """All-gather an inner rank's shard of the compute weights, in place, over the outer ranks."""
         return self._axes[0].all_gather(self._sent, self.compute.view_of(self.main.region), async_op)
 
     def all_gather_into(self, full: torch.Tensor, async_op: bool) -> torch.distributed.Work | None:
@@ -423,10 +423,10 @@ class ParameterGroup:
     def local_compute_weights(self) -> tuple[nn.Parameter, ...]:
         """Make sharded parameters in the compute dtype, over this rank's shard of the compute weights."""
         region = self.weights.main.region
-        part = self.weights.compute.view_of(region)
+        held = self.weights.compute.view_of(region)
         made = tuple(
             nn.Parameter(
-                self.describe_shard(index, shard_view(self.plan.layout, region, part, index)),
+                self.describe_shard(index, shard_view(self.plan.layout, region, held, index)),
                 requires_grad=param.requires_grad,
             )
             for index, param in enumerate(self.sharded)

@@ -1,9 +1,9 @@
 """The two stages of a gradient reduction: over the inner ranks, then, at the sync, over the outer ones.
 
-bucket (full)  -> inside ->  an inner rank's part (or the full gradient)  -> across ->  what the optimizer sees
+bucket (full)  -> inside ->  an inner rank's shard (or the full gradient)  -> across ->  what the optimizer sees
 
-Where gradients of a hybrid mesh are added in the order of ranks, one all-to-all over all ranks gives each rank its part
-of every rank's gradient; the second stage all-gathers the sums where outer ranks are replicas.
+Where gradients of a hybrid mesh are added in the order of ranks, one all-to-all over all ranks gives each rank its
+shard of every rank's gradient; the second stage all-gathers the sums where outer ranks are replicas.
 
 A stage is a launch, which starts the collective, and a function that returns its result once that is done.
 
@@ -120,8 +120,8 @@ class GradientReducer:
             axis = self._flat.axis
             if self.scatters_inner:
                 # Gradients stay one row per rank until all ranks' rows are here, so one exchange goes over both axes.
-                parts = bucket.view(axis.num_ranks, -1)
-                sent = torch.cat([parts[part] for part in self._flat.shares])  # in the order of those who add them up
+                rows = bucket.view(axis.num_ranks, -1)
+                sent = torch.cat([rows[row] for row in self._flat.shares])  # in the order of those who add them up
                 received = torch.empty_like(sent) if scratch is None else scratch
                 stage = _in_rows(axis, received, partial(axis.exchange, received, sent))
                 return stage._replace(memory=(sent, received))
@@ -147,7 +147,7 @@ class GradientReducer:
         assert axis is not None
         if self._flat is not None:
             # The first stage has summed over all ranks; this only spreads the sums to outer ranks that hold the same
-            # part, and must not round them.
+            # shard, and must not round them.
             whole = sums.new_empty(self.main_region.numel)
             return Stage(partial(axis.gather_rows, whole, sums), lambda: whole, (sums, whole))
         if not self.reduction.one_by_one:  # they are scaled already
@@ -174,7 +174,7 @@ def _in_rows(axis: Axis, received: torch.Tensor, launch: Launch) -> Stage:
 
 
 def _native(axis: Axis, full: torch.Tensor, numel: int, average: bool) -> Stage:
-    """Make a stage of the back end's own reduce-scatter, in place: its result is this rank's part of `full`."""
-    # In place, so that no memory for the result is needed: back ends allow the output to be this part of the input.
+    """Make a stage of the back end's own reduce-scatter, in place: its result is this rank's shard of `full`."""
+    # In place, so that no memory for the result is needed: back ends allow the output to be this shard of the input.
     reduced = full.narrow(0, axis.rank * numel, numel)
     return Stage(partial(axis.reduce_scatter, reduced, full, average), lambda: reduced)

@@ -209,7 +209,7 @@ class Unit:
         return self._outer_gather_is_due and any(group.plan.gathers_outer for group in self.groups)
 
     def all_gather_outer(self, stream: CommStream) -> None:
-        """Start to all-gather the last update over the outer ranks, where they shard it, into the inner ranks' parts.
+        """Start to all-gather the last update over the outer ranks, where they shard it, into the inner ranks' shards.
 
         It writes into the memory of the weights, so it must be over (`wait_for_outer`) before these are changed.
         """
@@ -371,7 +371,7 @@ class Unit:
         return any(group.main_changed for group in self.groups)
 
     def install_main_weights(self) -> None:
-        """Copy main weights into this rank's part of the compute weights."""
+        """Copy main weights into this rank's shard of the compute weights."""
         # It writes into the memory of the weights, and would undo what is copied into them now.
         self.wait_for_outer()
         self.expect_update()
@@ -417,12 +417,12 @@ def _swaps(
 ) -> tuple[tuple[_Swap, ...], ...]:
     """Return the swaps inside each of a unit's modules; all together where it has one, or none."""
     found: list[list[_Swap]] = [[] for _ in modules or (None,)]
-    parts = [{id(inner) for inner in module.modules()} for module in modules] if len(modules) > 1 else []
+    inside = [{id(inner) for inner in module.modules()} for module in modules] if len(modules) > 1 else []
     for group, of_group in zip(groups, owners, strict=True):
         for full, sharded, at in zip(group.full, group.sharded, of_group, strict=True):
             for owner in at:
                 swap = (owner, owner.parameters, owner.attribute, full, sharded, owner.is_plain)
-                for index in [i for i, ids in enumerate(parts) if id(owner.module()) in ids] or (0,):
+                for index in [i for i, ids in enumerate(inside) if id(owner.module()) in ids] or (0,):
                     found[index].append(swap)
     return tuple(map(tuple, found))
 
@@ -437,10 +437,10 @@ class StructureCheck:
         """Record the modules and parameters of `roots`, by path."""
         # by label, unit modules that were compiled in place, which must not be compiled again
         self.compiled: list[tuple[str, weakref.ref[nn.Module], object]] = []
-        modules = [(name, part) for path, root in roots.items() for name, part in root.named_modules(prefix=path)]
+        modules = [named for path, root in roots.items() for named in root.named_modules(prefix=path)]
         # weak, since a module that is sharded in place owns the engine
-        self._modules = tuple((name, weakref.ref(part), part._parameters) for name, part in modules)
-        self._known_modules = {id(part) for _, part in modules}
+        self._modules = tuple((name, weakref.ref(module), module._parameters) for name, module in modules)
+        self._known_modules = {id(module) for _, module in modules}
         self._known_params = {id(param) for root in roots.values() for param in root.parameters()}
         self._known_params.update(id(param) for unit in units for group in unit.groups for param in group.full)
 

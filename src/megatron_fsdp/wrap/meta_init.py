@@ -125,8 +125,8 @@ def draw_blueprint(module: nn.Module, wanted: Collection[str] | None = None) -> 
         on_meta,
         {owner: name for name, of_param in owners.items() for owner in of_param},
         frozenset(of_param[0] for of_param in owners.values()),
-        frozenset(id(part) for part in module.modules() if any(has_meta(b, given_up) for b in part.modules())),
-        {id(part): name for name, part in module.named_modules()},
+        frozenset(id(inner) for inner in module.modules() if any(has_meta(b, given_up) for b in inner.modules())),
+        {id(inner): name for name, inner in module.named_modules()},
     )
 
 
@@ -158,18 +158,18 @@ def model_method(module: nn.Module) -> Callable[[nn.Module], object] | None:
 
 def check_can_initialise(module: nn.Module) -> None:
     """Raise if a model has modules without a method that initialises them, and name them all; nothing is changed."""
-    covered = {id(below) for part in module.modules() if model_method(part) is not None for below in part.modules()}
+    covered = {id(below) for inner in module.modules() if model_method(inner) is not None for below in inner.modules()}
     elsewhere = {
         (id(owner), attribute)  # of a parameter that is registered elsewhere first, and gets its value there
         for owners in parameter_owners(module).values()
         for owner, attribute in owners[1:]
     }
     helpless = [
-        f"{name or '(root)'} ({type(part).__name__}: {', '.join(own)})"
-        for name, part in module.named_modules()
-        if id(part) not in covered
-        and not reset_methods(part)
-        and (own := [attribute for attribute in meta_tensors(part) if (id(part), attribute) not in elsewhere])
+        f"{name or '(root)'} ({type(inner).__name__}: {', '.join(own)})"
+        for name, inner in module.named_modules()
+        if id(inner) not in covered
+        and not reset_methods(inner)
+        and (own := [attribute for attribute in meta_tensors(inner) if (id(inner), attribute) not in elsewhere])
     ]
     if helpless:
         raise ConfigurationError(
@@ -347,17 +347,17 @@ class _Walk:
         """Call methods of a module while full tensors are in it and below it, as far as its unit goes."""
         if not methods:
             return
-        for part in self._within(module):
-            self._fill(part, scope)
+        for inner in self._within(module):
+            self._fill(inner, scope)
         shields = self._shield_inner_units(module)
         try:
             for method in methods:
                 method()
         finally:
-            for part, attribute, sharded, _ in shields:
-                set_parameter(part, attribute, sharded)
+            for inner, attribute, sharded, _ in shields:
+                set_parameter(inner, attribute, sharded)
         written = [
-            self.blueprint.names[id(part), attribute] for part, attribute, _, shield in shields if shield._version
+            self.blueprint.names[id(inner), attribute] for inner, attribute, _, shield in shields if shield._version
         ]
         if written:
             raise ConfigurationError(
@@ -411,16 +411,16 @@ class _Walk:
 
     def _shield_inner_units(self, module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
         """Swap parameters without memory in for those of units below a module, to notice writes there."""
-        inside = {id(part) for part in self._within(module)}
+        inside = {id(inner) for inner in self._within(module)}
         shields = []
-        for part in module.modules():
-            if id(part) in inside:
+        for inner in module.modules():
+            if id(inner) in inside:
                 continue
-            for attribute, param in part._parameters.items():
+            for attribute, param in inner._parameters.items():
                 if param is not None:
-                    shield = _on_meta(self.blueprint.shapes[self.blueprint.names[id(part), attribute]])
-                    shields.append((part, attribute, param, shield))
-                    set_parameter(part, attribute, shield)
+                    shield = _on_meta(self.blueprint.shapes[self.blueprint.names[id(inner), attribute]])
+                    shields.append((inner, attribute, param, shield))
+                    set_parameter(inner, attribute, shield)
         return shields
 
     # ---- keeping ------------------------------------------------------------------------------------------------
