@@ -34,22 +34,15 @@ class Offload:
         parts = [kind if fraction == 1.0 else f"{kind} {fraction:g}" for kind, fraction in found if fraction]
         return ", ".join(parts) or "nothing"
 
-    def for_share(self, offset: float) -> Offload:
-        """Return the offload of a unit: every kind whole, or not at all.
-
-        `offset` is the share of the elements that later units hold: those go first, since their gradients come first.
-        """
-        return Offload(**{kind: float(offset < getattr(self, kind)) for kind in KINDS})
-
 
 def offload_by_unit(offload: Offload, numels: Sequence[int]) -> list[Offload]:
-    """Assign offload per unit, last first, up to the fraction.
+    """Assign each unit every kind whole, or not at all: the last first, up to the fraction.
 
     `numels` are the units' elements, the root's first. The last units are offloaded first, since their gradients come
     first.
     """
     later = [sum(numels[index + 1 :]) / max(1, sum(numels)) for index in range(len(numels))]
-    return [offload.for_share(share) for share in later]
+    return [Offload(**{kind: float(share < getattr(offload, kind)) for kind in KINDS}) for share in later]
 
 
 KINDS = tuple(field.name for field in fields(Offload))

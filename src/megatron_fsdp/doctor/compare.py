@@ -65,7 +65,8 @@ def _first_difference(
     name, *also = differing
     tensor = tensor_of(name, want.get(name), got.get(name))
     of_ranks = [replace(tensor, got=value) for value in by_rank.get(name, ())]
-    wrong = next((rank for rank, own in enumerate(of_ranks) if own.is_wrong or own.is_missing), None)
+    is_missing = [own.got is None and own.want is not None for own in of_ranks]
+    wrong = next((rank for rank, own in enumerate(of_ranks) if own.is_wrong or is_missing[rank]), None)
     if wrong is not None:
         tensor = of_ranks[wrong]
         kind, words, ratio = tensor.describe()
@@ -105,11 +106,6 @@ class _Tensor:
         if want.shape != got.shape or bool(self.allowed.differing(want, got, self._extra).any()):
             return True
         return self._update is not None and bool((self._update[0] > self._update[1]).any())
-
-    @property
-    def is_missing(self) -> bool:
-        """True if only the one process has the tensor."""
-        return self.got is None and self.want is not None
 
     @property
     def _extra(self) -> Tensor | None:

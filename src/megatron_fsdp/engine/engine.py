@@ -497,7 +497,15 @@ class Engine:
     def pre_backward(self, call: ForwardCall) -> None:
         """Unshard a unit for backward: the gradient of some output of a forward is known."""
         self._begin_backward()
-        self._check_thread(call.unit)
+        # Autograd has a thread per device. Hooks on two of them would call the scheduler in an order that differs
+        # between ranks, even under a lock.
+        if threading.get_ident() != self._backward_thread:
+            raise ScheduleError(
+                f"the backward of unit {self.units[call.unit].label} runs on another thread than that of earlier "
+                "units, as where a model's graph is on several devices, so ranks would communicate in different "
+                "orders; keep all units on one device, or call backward inside "
+                "torch.autograd.set_multithreading_enabled(False)"
+            )
         # Every output of the forward has this hook, and the first gradient to come unshards.
         if call.last_backward == self.backward_number:
             return
@@ -611,17 +619,6 @@ class Engine:
         # Runs when the graph task has nothing left to do; autograd takes it only while backward runs.
         callback = outside_of_transforms()(self._post_backward)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-    def _check_thread(self, unit_index: int) -> None:
-        # Autograd has a thread per device. Hooks on two of them would call the scheduler in an order that differs
-        # between ranks, even under a lock.
-        if threading.get_ident() != self._backward_thread:
-            raise ScheduleError(
-                f"the backward of unit {self.units[unit_index].label} runs on another thread than that of earlier "
-                "units, as where a model's graph is on several devices, so ranks would communicate in different "
-                "orders; keep all units on one device, or call backward inside "
-                "torch.autograd.set_multithreading_enabled(False)"
-            )
 
     def _post_backward(self) -> None:
         self.observers.backward_pauses()

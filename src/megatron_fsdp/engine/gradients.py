@@ -80,12 +80,7 @@ def shown_grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
 
 
 def show_grad(copy: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Set `.grad` and `.decoupled_grad` of a full copy of a parameter.
-
-    Args:
-        copy: Of the main weight.
-        grad: As it was accumulated, of any dtype; None: none.
-    """
+    """Set `.grad` and `.decoupled_grad` of a full copy of a main weight, to a gradient of any dtype."""
     copy.grad = None
     if grad is not None:
         copy.grad_dtype = grad.dtype
@@ -176,16 +171,6 @@ class MainGradient:
             shards = [shard_view(self._layout, self.region, found, index) for index in chosen]
             torch._foreach_copy_(shards, list(chosen.values()))
             self.local.copy_(torch.where(rounded == found, self.local, found.to(self.dtype)))
-
-    def add(self, grads: Mapping[int, torch.Tensor], counts: Sequence[bool]) -> None:
-        """Add gradients, by index, of the sharded parameters themselves, which are final on this rank.
-
-        They are DTensors or local shards. `counts`: for each tensor of the layout, if there is a gradient to add to.
-        """
-        for is_sum, put in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
-            chosen = {index: local_tensor(grad) for index, grad in grads.items() if counts[index] == is_sum}
-            if chosen:
-                put(list(map(self.local_shard, chosen)), list(chosen.values()))
 
     def release(self) -> None:
         """Free the memory. Call it when no element counts and nothing that writes here is in flight."""
@@ -587,7 +572,11 @@ class GradientBuffers:
         return self.precision.main_params if self.grad_attribute == GRAD else self.precision.main_grads
 
     def _add(self, grads: Mapping[int, torch.Tensor]) -> None:
-        self.main.add(grads, [each.counts for each in self.of_parameter])
+        """Add gradients, by index, of the sharded parameters themselves, which are final on this rank."""
+        for is_sum, put in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
+            chosen = {at: local_tensor(grad) for at, grad in grads.items() if self.of_parameter[at].counts == is_sum}
+            if chosen:
+                put(list(map(self.main.local_shard, chosen)), list(chosen.values()))
         for index in grads:
             self.of_parameter[index].counts = True
 
@@ -662,12 +651,7 @@ class UsageAgreement:
 
     Foreign groups hold other parameters instead of these, as expert-parallel ranks do: if any of them shows a
     gradient, all do, so that all join a norm that spans them. They ask at every sync.
-
-    Args:
-        rank_mesh: The ranks.
-        device: Where the flags travel.
-        always: Ask at every sync, also after all parameters were used once.
-        join: The remedy for a rank without data.
+    `always`: they ask at every sync in any case. `join`: the remedy for a rank without data.
     """
 
     def __init__(self, rank_mesh: RankMesh, device: torch.device, always: bool, join: str) -> None:

@@ -116,8 +116,6 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 Result = TypeVar("Result")
 
-_POISON = 0xFF
-
 
 class Block:
     """A stretch of memory with typed views: allocated on `device`, or `memory`, (num_bytes,) of uint8, of a pool.
@@ -162,7 +160,7 @@ class Block:
     def poison(self) -> None:
         """Fill the memory, if it has any, with bytes of ones, which is NaN in every floating dtype."""
         if self.held_bytes:
-            self._bytes[: self.held_bytes].fill_(_POISON)
+            self._bytes[: self.held_bytes].fill_(0xFF)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor is a view of this memory."""

@@ -74,10 +74,10 @@ class OrderedScheduler(Scheduler):
         self._calls_running: list[int] = []  # this rank's own forwards, one inside another
         self._position = 0  # in the order, of the next unit in this pass
         self._called: set[int] = set()  # by this rank in this pass
-        self._last_call: dict[int, int] = {}  # of each unit in the last pass that takes gradients
+        self._last_call_of: dict[int, int] = {}  # of each unit in the last pass that takes gradients
         self._begun_backward: set[int] = set()
         self._root_begun = False  # in this backward
-        self._number = 0  # of calls so far
+        self.last_call = 0  # the number of this rank's last call, for a backward that has no call of its own
         self._first_valid = 0  # the first call with the present weights
         self._first_of_graph = 0  # the first call of the last pass that takes gradients
 
@@ -91,7 +91,7 @@ class OrderedScheduler(Scheduler):
 
     def _moved_to(self, unit: int) -> tuple[Operation, ...]:
         if self._in_backward:
-            return () if unit == ROOT_UNIT else self._moved_back_to(unit, self._number + 1)
+            return () if unit == ROOT_UNIT else self._moved_back_to(unit, self.last_call + 1)
         if not self._calls_running:
             return self._begin_pass(unit)
         if unit in self._called or unit == ROOT_UNIT:
@@ -119,8 +119,8 @@ class OrderedScheduler(Scheduler):
         self._position = 0
         self._called.clear()
         if self.takes_gradients:
-            self._first_of_graph = self._number + 1
-            self._last_call.clear()
+            self._first_of_graph = self.last_call + 1
+            self._last_call_of.clear()
         return super().forward_begins(ROOT_UNIT)
 
     def _next(self) -> list[Operation]:
@@ -150,17 +150,17 @@ class OrderedScheduler(Scheduler):
         """End this rank's call; the root's end gathers the units that are left, also after one that failed."""
         while self._calls_running and self._calls_running.pop() != unit:
             pass
-        self._number += 1
+        self.last_call += 1
         if self._in_backward:
-            return self._number, ()
-        self._last_call[unit] = self._number
+            return self.last_call, ()
+        self._last_call_of[unit] = self.last_call
         operations: list[Operation] = []
         if not self._calls_running:
             while self._position < len(self.order.forward):
                 operations += self._next()
             while self._forward_stack:
                 super().forward_ends(self._forward_stack[-1], self.takes_gradients)
-        return self._number, tuple(operations)
+        return self.last_call, tuple(operations)
 
     # ---- backward -----------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class OrderedScheduler(Scheduler):
         if unit in self._begun_backward:
             return operations + self._again(unit)
         waiting = [other for other in self._backward[: self._backward.index(unit)] if other not in self._begun_backward]
-        if call <= self._number and any(self._last_call.get(other, call) < call for other in waiting):
+        if call <= self.last_call and any(self._last_call_of.get(other, call) < call for other in waiting):
             return operations + self._again(unit)  # it was called again, and theirs come before its turn
         self._begun_backward |= {*waiting, unit}
         behind = [operation for other in (*waiting, unit) for operation in self._backward_of(other)]
@@ -226,14 +226,14 @@ class OrderedScheduler(Scheduler):
     def weights_changed(self) -> tuple[Operation, ...]:
         """Reshard all units; earlier forwards have no backward any more."""
         operations = super().weights_changed()
-        self._first_valid = self._number
+        self._first_valid = self.last_call
         return operations
 
     def reset(self) -> tuple[Operation, ...]:
         """Drop passes that were interrupted."""
         self._calls_running.clear()
         self._begun_backward.clear()
-        self._last_call.clear()
+        self._last_call_of.clear()
         self._root_begun = False
         return super().reset()
 
@@ -249,11 +249,6 @@ class OrderedScheduler(Scheduler):
     def in_forward(self) -> bool:
         """True if a forward (or recomputation) of this rank is running."""
         return bool(self._calls_running)
-
-    @property
-    def last_call(self) -> int:
-        """The number of this rank's last call, for a backward that has no call of its own."""
-        return self._number
 
     def forward_depth(self, unit: int) -> int:
         """Return the number of the unit's running forwards, one inside another."""

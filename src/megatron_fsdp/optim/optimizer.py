@@ -291,12 +291,6 @@ class _StepHooks:
         if in_backward is not None:
             in_backward.end()
 
-    def at_once_after(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        self._step.finish(optimizer)
-
-    def before_state_is_read(self, _optimizer: Optimizer) -> None:
-        self._step.hand_over()
-
     def after(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._installs:
             self._install()
@@ -334,10 +328,10 @@ def integrate(optimizer: Optimizer, engines: Engines, describes_state: bool) -> 
         _agree_after(optimizer)
     optimizer.register_step_pre_hook(hooks.before)
     optimizer.register_step_post_hook(hooks.after)
-    first = optimizer.register_step_post_hook(hooks.at_once_after)
+    first = optimizer.register_step_post_hook(lambda stepped, *_: step.finish(stepped))
     # Hooks that were registered before may read state, too.
     optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
-    optimizer.register_state_dict_pre_hook(hooks.before_state_is_read)
+    optimizer.register_state_dict_pre_hook(lambda _: step.hand_over())
     optimizer.register_state_dict_post_hook(with_blank_state)
     if describes_state:
         optimizer.register_state_dict_post_hook(functools.partial(as_saved, engines))
@@ -835,11 +829,8 @@ def _adopt(optimizer: Optimizer, engines: Iterable[Engine]) -> None:
             return None
         return (step.proxy(stepped), *args[1:]), kwargs
 
-    def after(stepped: Optimizer, *_unused: Any) -> None:
-        step.finish(stepped)
-
     optimizer.register_step_pre_hook(before)
-    first = optimizer.register_step_post_hook(after)
+    first = optimizer.register_step_post_hook(lambda stepped, *_: step.finish(stepped))
     optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
     if "zero_grad" in vars(optimizer):
         return  # connected, or the program's own; then the next forward frees gradients

@@ -238,8 +238,7 @@ class Recorder(Observer):
         chains = [each for each in self._engine.connected if isinstance(each, ChainedOptimizer)]
         if any(optimizer in chain.optimizers for chain in chains):
             return  # a part of the chain's step
-        firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
-        if any(id(param) in self._engine.group_and_index for param in firsts):
+        if self._engine.is_stepped_by(optimizer):
             kind, *rest = record
             self._note((kind, self._mark(), OPTIMIZER, ROOT_UNIT, *rest))
 

@@ -151,7 +151,7 @@ class WeightSource:
 
     def _planned(self) -> Plan:
         self._find_engines()
-        if not self._is_planned:
+        if self._plan is None or self._planned_for != self._parameter_ids():
             self._snapshot.clear()  # its ranges are those of the plan
             doing = "planning the weights to send"
             with all_agree(doing, self.ranks) as facts:
@@ -164,10 +164,6 @@ class WeightSource:
             self._plan, self._planned_for = made, self._parameter_ids()
         assert self._plan is not None
         return self._plan
-
-    @property
-    def _is_planned(self) -> bool:
-        return self._plan is not None and self._planned_for == self._parameter_ids()
 
     def _find_engines(self) -> None:
         """Find the engines anew: `fsdp2` makes one in the first forward. Versions go on, with another one for it."""

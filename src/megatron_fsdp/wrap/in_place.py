@@ -126,9 +126,9 @@ def _check_parameters(params: Mapping[str, nn.Parameter], label: str) -> None:
             )
 
 
-def units_inside(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, Unit]]:
+def units_inside(root: nn.Module) -> Iterator[tuple[str, nn.Module, Unit]]:
     """Iterate over the units of a module tree: path, module and unit, outer ones first."""
-    for path, module in root.named_modules(prefix=prefix):
+    for path, module in root.named_modules():
         if (unit := unit_of(module)) is not None:
             yield path, module, unit
 

@@ -253,8 +253,8 @@ def _check_options(sharding: ModelSharding) -> None:
     deterministic = options.deterministic
     if options.reduce_scatter_with_fp32_accumulation and ShardingStrategy.no_shard in options.strategies:
         raise ConfigurationError(
-            f"{_FP32_SUMS}=True needs a reduce-scatter, but zero_dp_strategy=0 (no_shard) reduces by an all-reduce; "
-            "use strategy 1, 2 or 3, or set it to False and grad_comm_dtype=torch.float32"
+            "reduce_scatter_with_fp32_accumulation=True needs a reduce-scatter, but zero_dp_strategy=0 (no_shard) "
+            "reduces by an all-reduce; use strategy 1, 2 or 3, or set it to False and grad_comm_dtype=torch.float32"
         )
     if options.strategy_experts is not None and sharding.experts is None and not sharding.apart:
         raise ConfigurationError(
@@ -441,6 +441,3 @@ def _match(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device
         with torch.inference_mode(tensors[name].is_inference()):  # the only place where such a tensor may be written
             tensors[name].copy_(value)
     return differing
-
-
-_FP32_SUMS = "reduce_scatter_with_fp32_accumulation"
