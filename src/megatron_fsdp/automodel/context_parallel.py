@@ -632,12 +632,10 @@ def _pass_last_position(model: nn.Module, shared: ContextParallel) -> None:
         longer = torch.cat([positions, shared.last_position.expand_as(positions[..., :1])], -1)
         return (args, {**kwargs, "position_ids": longer}) if in_kwargs else ((args[0], longer, *args[2:]), kwargs)
 
-    def drop_last(_module: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(part[:, :-1] for part in output)  # cosines and sines, (batch, tokens, size)
-
     for part in model.modules():
         kinds = getattr(part, "rope_type", None)
         found = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
         if found & _BY_LENGTH:
             part.register_forward_pre_hook(append_last, with_kwargs=True)
-            part.register_forward_hook(drop_last)
+            # cosines and sines, (batch, tokens, size)
+            part.register_forward_hook(lambda _module, _args, output: tuple(each[:, :-1] for each in output))

@@ -73,8 +73,7 @@ def parallelize_experts(
         num_local = len(next(part.parameters())) // ep_mesh.size()
         for attribute, param in list(part.named_parameters()):
             part.register_parameter(attribute, _share_of(param, ep_mesh, num_local, as_dtensors))
-        former: Any = type(part)
-        part.__class__ = _divided_class(former)
+        part.__class__ = _divided_class(DividedExperts, type(part))
         assert isinstance(part, DividedExperts)
         part.expert_mesh, part.tensor_mesh, part.num_local, part.adapters = ep_mesh, tp_mesh, num_local, {}
         _divide_adapters(model.get_submodule(_outermost(name)))
@@ -98,8 +97,7 @@ def _divide_adapters(part: nn.Module) -> None:
         for name, child in part.named_children():
             for param in child.parameters() if name != _BASE[1:] else ():
                 setattr(param, SAME_ON_EXPERT_RANKS, True)
-        former: Any = type(part)
-        part.__class__ = _divided_adapter_class(former)
+        part.__class__ = _divided_class(_DividedAdapter, type(part))
         part = part.get_submodule(_BASE[1:])
 
 
@@ -116,13 +114,8 @@ def find_routers(model: nn.Module, expert_names: Sequence[str]) -> list[nn.Modul
 
 
 @functools.cache
-def _divided_class(former: type[nn.Module]) -> type[DividedExperts]:
-    return type(f"Divided{former.__name__}", (DividedExperts, former), {})
-
-
-@functools.cache
-def _divided_adapter_class(former: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Divided{former.__name__}", (_DividedAdapter, former), {})
+def _divided_class(mixin: type[nn.Module], former: type[nn.Module]) -> Any:
+    return type(f"Divided{former.__name__}", (mixin, former), {})
 
 
 def _share_of(param: nn.Parameter, mesh: DeviceMesh, num_local: int, as_dtensor: bool) -> nn.Parameter:

@@ -96,18 +96,13 @@ def reduce_values(rank: Rank, values: Sequence[float], how: Literal["sum", "max"
     return [float(value) for value in tensor.tolist()]
 
 
-def is_first_here(rank: Rank) -> bool:
-    """Return True if this is the first rank of its machine (torchrun's LOCAL_RANK), or without it, of all."""
-    return int(os.environ.get("LOCAL_RANK", rank.index)) == 0
-
-
 def work_on_machines(rank: Rank, work: Callable[[], None]) -> None:
     """Run `work` on the first rank of each machine; collective, and over when all have finished.
 
     The ranks meet every few seconds, so that no collective runs into its time limit however long the work takes.
     """
     pool = ThreadPoolExecutor(1, "preparation")
-    task = pool.submit(work) if is_first_here(rank) else None
+    task = pool.submit(work) if int(os.environ.get("LOCAL_RANK", rank.index)) == 0 else None
     pool.shutdown(wait=False)
     while True:
         if task is not None:

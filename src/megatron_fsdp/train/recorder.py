@@ -41,7 +41,9 @@ Measured = TypeVar("Measured", StepRecord, Evaluation)
 def applied(job: Job) -> dict[str, Any]:
     """Return the whole run as plain values: every option with its value and origin, and its resolution."""
     return {
-        **software(),
+        "version": __version__,
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # "DEFAULT", "AVX2", "AVX512": it decides bits, too
         "options": {name: plain(job.options.value(name)) for name in (*OPTIONS, *DDP_FIELDS)},
         "origins": dict(job.options.origins),
         "engine": job.engine,
@@ -54,12 +56,6 @@ def applied(job: Job) -> dict[str, Any]:
         "seq_length": job.seq_length,
         "notices": list(job.notes),
     }
-
-
-def software() -> dict[str, str]:
-    """Return the facts besides options that decide bits: this package, torch, and its CPU kernels' instructions."""
-    capability = torch.backends.cpu.get_cpu_capability()  # "DEFAULT", "AVX2", "AVX512"
-    return {"version": __version__, "torch": torch.__version__, "cpu_capability": capability}
 
 
 def header_rows(job: Job, rank: Rank, data: TokenData, folder: Path, speed: Speed) -> list[tuple[str, str]]:

@@ -233,11 +233,6 @@ class Texts:
                 self.skipped.append(file)
 
     @property
-    def uses_key(self) -> bool:
-        """True if any source has fields, one of which is the text."""
-        return self.source.kind == "dataset" or any(map(_is_json_lines, self.source.files))
-
-    @property
     def size(self) -> int:
         """The approximate size of the text in bytes."""
         if self.source.kind == "dataset":
@@ -453,7 +448,8 @@ def _files_in(folder: Path) -> dict[str, str]:
 
 def _write(options: Options, source: Source, folder: Path) -> None:
     texts = Texts(source, options.data.json_key)
-    if options.is_given("json_key") and not texts.uses_key:
+    has_fields = source.kind == "dataset" or any(map(_is_json_lines, source.files))
+    if options.is_given("json_key") and not has_fields:
         raise ConfigurationError(
             f"--json-key {texts.json_key} does nothing, since --data-path {source.root} holds no JSON lines and no "
             "data set: leave it out"
