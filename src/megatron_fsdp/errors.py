@@ -127,11 +127,8 @@ _MOST_ASKED = 64  # each asks for all others, of one store
 def missing_ranks(error: BaseException, where: str) -> str:
     """Return a sentence about the ranks that fail in a collective about now, and those that do not.
 
-    They meet in the store by which they found each other, once for an error. Empty for too many ranks, or without it.
-
-    Args:
-        error: An error of communication.
-        where: The place of this rank, for the others.
+    They meet in the store by which they found each other, once for an error, and tell each other `where` they are.
+    Empty for too many ranks, or without a store.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     ranks = range(distributed.get_world_size() if distributed is not None and distributed.is_initialized() else 1)

@@ -311,12 +311,8 @@ def all_agree(
     Inside, further agreements over the same groups are allowed, but until the last of them no other collective: a rank
     that leaves early with an error reports it in the next agreement. An error that these ranks have all raised passes.
 
-    Args:
-        doing: The action, for the message.
-        groups: As for `raise_together`.
-        raises: As for `raise_together`.
-        facts: Values that have to be the same on every rank, also if the block fails. Without them: those that the
-            block adds to the dictionary it is given, unless it fails.
+    `facts` have to be the same on every rank, also if the block fails; without them, those that the block adds to the
+    dictionary it is given, unless it fails. `groups` and `raises` are as for `raise_together`.
     """
     began, error, added = next(_clock), None, dict[str, str]()
     try:

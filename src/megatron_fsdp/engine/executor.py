@@ -101,21 +101,10 @@ class GradientCheck(ABC):
 
 
 class Executor:
-    """Runs operations on units.
-
-    Args:
-        units: All units, root first.
-        device: Device of the units.
-        memory_plan: The plan of memory.
-        pool: The owner of communication memory.
-    """
+    """Runs operations on the units of a model, in communication memory of a pool."""
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        device: torch.device,
-        memory_plan: MemoryPlan,
-        pool: CommunicationPool,
+        self, units: Sequence[Unit], device: torch.device, memory_plan: MemoryPlan, pool: CommunicationPool
     ) -> None:
         self._units = units
         self.finalise: Callable[[], object]  # set by the engine; ends a backward whose reductions are done

@@ -508,14 +508,9 @@ def plan_unit(
     known: dict[object, GroupPlan],
     group_numel: int | None = None,
 ) -> list[GroupPlan]:
-    """Plan the parameter groups of one unit.
+    """Plan the parameter groups of one unit, cut at `group_numel` elements, if any; only metadata is read.
 
-    Args:
-        params: Its parameters by name; only their metadata is read.
-        unit_modules: The paths of its modules.
-        sharding: How parameters are sharded.
-        known: Plans of groups before this one, which are reused where groups are alike; added to.
-        group_numel: The elements at which groups are cut; None: they are not.
+    Plans of groups before that are alike are reused from `known`, and new ones are added there.
     """
     infos = [parameter_info(name, param, sharding, unit_modules) for name, param in params.items()]
     planned = []

@@ -268,11 +268,8 @@ class ForwardGraph:
 
     These are left in attributes of the unit's modules, such as a loss of its own. Attributes and buffers are searched,
     and one level into lists, tuples and dicts. Elsewhere (a global list, an object of another class) nothing is found,
-    and autograd refuses the overwritten weights.
-
-    Args:
-        module: The unit's; None: nothing is searched.
-        others: Ids of the modules of all units.
+    and autograd refuses the overwritten weights. Without a module, nothing is searched; `others` has the ids of all
+    units' modules, which search their own.
     """
 
     def __init__(self, module: nn.Module | None, others: Collection[int]) -> None:

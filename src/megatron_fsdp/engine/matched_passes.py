@@ -42,10 +42,7 @@ _SWITCHES: Mapping[SyncScope, Mapping[str, bool]] = {
 def ordered_scheduler(config: ScheduleConfig, units: Sequence[Unit], paths: Sequence[str]) -> OrderedScheduler:
     """Make the scheduler of ranks that may skip units.
 
-    Args:
-        config: The scheduler's configuration.
-        units: All units, the root first.
-        paths: Modules in the order in which forwards call them; none: the order of registration.
+    `paths`: modules in the order in which forwards call them; none: the order of registration.
 
     Raises:
         ConfigurationError: The paths leave out a unit, or the model has no root.

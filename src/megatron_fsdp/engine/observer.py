@@ -229,11 +229,6 @@ def explain(error: BaseException, where: str, observers: Observers) -> None:
     """Add the place, and explanations, to the text of an error of a collective, such as a timeout.
 
     In the text, since many programs print no notes; a second time as a note. Other errors stay as they are.
-
-    Args:
-        error: The error.
-        where: The place, such as "during 'reduce' of unit 3".
-        observers: Observers that may know what other ranks do.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, MegatronFSDPError | torch.OutOfMemoryError):
         return

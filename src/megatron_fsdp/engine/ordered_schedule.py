@@ -58,12 +58,7 @@ class UnitOrder:
 
 
 class OrderedScheduler(Scheduler):
-    """The scheduler of ranks that may skip units. See Note [Ranks that skip units].
-
-    Args:
-        config: As of the base class.
-        order: The order of units.
-    """
+    """The scheduler of ranks that may skip units. See Note [Ranks that skip units]."""
 
     def __init__(self, config: ScheduleConfig, order: UnitOrder) -> None:
         super().__init__(config)

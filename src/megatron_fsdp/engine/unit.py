@@ -123,10 +123,7 @@ class Unit:
     def locate(self, index: int, paths: Sequence[str], path_of: Mapping[int, str]) -> None:
         """Set the number of the unit, and name it and its parameters by their paths from the root.
 
-        Args:
-            index: Its position among all units.
-            paths: The paths of its modules.
-            path_of: The path of every module, by id.
+        `paths` are those of its modules, `path_of` has those of all modules, by id.
         """
         self.index, self.name = index, name_of_neighbours(paths)
         self.modules = dict(zip(paths, self.modules.values(), strict=True))

@@ -269,9 +269,7 @@ def _judge(names: Sequence[str], everyone: Sequence[tuple[Met, Sequence[str | No
 def _told(names: Sequence[str], everyone: Sequence[Sequence[str | None]]) -> Problem | None:
     """Return the problem of a chain's step, with the outcome of each optimizer; None if all have stepped.
 
-    Args:
-        names: Of the optimizers.
-        everyone: Each rank's error, or None, in each of those that were begun.
+    `everyone` has each rank's error, or None, in each of the optimizers that were begun.
     """
     told, met = [], list(zip(*everyone, strict=True))
     if not any(text for texts in met for text in texts):

@@ -265,9 +265,7 @@ def _hand_over_groups(engine: Engine, take: Take | None) -> GroupsOfBackward:
 class GroupsOfBackward(OptimizerInBackward):
     """Passes the groups of one backward to an optimizer, until the optimizer's step has ended.
 
-    Args:
-        engine: Of the model.
-        take: Steps a group; None: nothing is stepped in this backward.
+    `take` steps a group; None: nothing is stepped in this backward.
 
     Attributes:
         stepped: The groups that were passed to `take`.

@@ -148,30 +148,13 @@ def microbatches_in_flight(setup: Setup, stage: int) -> float:
 
 @dataclass
 class DecoderShare:
-    """The share of the first tensor- and context-parallel rank of a pipeline stage in a microbatch.
+    """The share of the first tensor- and context-parallel rank of a pipeline stage in a microbatch."""
 
-    Attributes:
-        model: The whole model, on the meta device.
-        ranks: Along each axis.
-        micro_batch: Sequences.
-        sequence_length: Tokens of a sequence, over all context-parallel ranks.
-        stage: Of the pipeline.
-        shape: The widths of the model.
-        layer_path: The name of the list of layers.
-        embedding_path: The name of the table of tokens.
-        layers: The layers of this stage.
-        is_first: Whether the stage has the embedding.
-        is_last: Whether the stage has the head and the loss.
-        dtype: Of weights and activations.
-        tokens: Of a microbatch on this rank.
-        hidden_bytes: Bytes of the hidden states of a microbatch.
-    """
-
-    model: nn.Module
-    ranks: ParallelRanks
-    micro_batch: int
-    sequence_length: int
-    stage: int = 0
+    model: nn.Module  # the whole one, on the meta device
+    ranks: ParallelRanks  # along each axis
+    micro_batch: int  # sequences
+    sequence_length: int  # tokens of a sequence, over all context-parallel ranks
+    stage: int = 0  # of the pipeline
 
     def __post_init__(self) -> None:
         ranks, stage = self.ranks, self.stage

@@ -81,11 +81,7 @@ def describe_in_state_dicts(unit: Unit, modules: Iterable[nn.Module]) -> None:
 
     The hooks attach chunk functions to the shards. Loads that replace parameters are refused. Of whole tensors each
     rank loads its own elements; they have to be the same on every rank. Tensors that stack a rank's experts are saved
-    as all ranks together have them, and converted back when they are loaded.
-
-    Args:
-        unit: The unit; its engine may not be made yet.
-        modules: Its modules.
+    as all ranks together have them, and converted back when they are loaded. The unit's engine may not be made yet.
     """
     reference = weakref.ref(unit)
     for module in modules:

@@ -68,13 +68,13 @@ def shard_in_place(
 
     Args:
         modules: One module, or several that are gathered with the first of them.
-        sharding: The ranks, placements, dtypes and gradient factor.
+        sharding: Of all parameters but those in `apart`.
         mode: When gradients are reduced.
         known: Plans of the calls before; added to.
         ignored: Ids of parameters that stay as they are.
-        objects: By the id of an original the parameter that becomes the sharded one, as of `shard_unit`.
+        objects: As of `shard_unit`.
         formats: By the id of an original the weight format in which it is gathered.
-        apart: By the id of an original its sharding, where that is another one.
+        apart: By the id of an original its sharding.
 
     Raises:
         ConfigurationError: A parameter belongs to another unit, too, or is lazy.
@@ -143,13 +143,9 @@ def finish_in_place(
 ) -> Engine:
     """Make the engine of modules that were sharded in place, and hand it to them. Collective.
 
-    Args:
-        roots: The outermost sharded modules, in the order in which a forward calls them.
-        options: The options of the model.
-        mode: The switches of an empty root unit, where there are several roots.
-        words: Remedies, as the interface calls them.
-        error: This rank's, with which it cannot go on; raised on all.
-        source: How the units were found, in words.
+    `roots` are the outermost sharded modules, in the order in which a forward calls them; where there are several,
+    `mode` has the switches of the empty root unit. `error` is this rank's, with which it cannot go on: raised on all.
+    `source` says how the units were found.
 
     Raises:
         ConfigurationError: Ranks have sharded different units, or in different ways.

@@ -73,8 +73,8 @@ def shard_unit(
 
     Args:
         name: For messages: the path of its module.
-        modules: Its modules by path; none where parameters were grouped in another way.
-        plans: The plans of its parameter groups.
+        modules: By path; none where parameters were grouped in another way.
+        plans: Of its parameter groups.
         parameters: The original parameters by canonical name; those of the unit are taken out, and freed.
         owners: Modules and attributes that hold each original, by its id; those of the unit are taken out.
         mode: When its gradients are reduced.
@@ -213,16 +213,8 @@ def finish(
 ) -> Engine:
     """Make the engine of sharded units: memory, scheduler, executor, hooks and observers. Collective.
 
-    Args:
-        units: All units, the root first; it is empty where several modules have no unit above them.
-        unit_plan: Their names and modules.
-        roots: The outermost sharded modules, by their path; the root alone has the empty one.
-        ranks: The ranks of the model.
-        options: The options of the model.
-        events: The source of the engine's events.
-        expert_names: Names of experts in checkpoints of all ranks.
-        delayed: The queue of weight gradients that are computed at the end of backward.
-        words: Remedies, as the interface calls them.
+    The root is the first of `units`; it is empty where several modules have no unit above them. `roots` are the
+    outermost sharded modules, by their path; the root alone has the empty one.
     """
     if options.skip_order is not None:
         words = replace(words, join=MEETING)

@@ -101,14 +101,9 @@ def balanced_owners(
 ) -> list[int]:
     """Assign an owner rank of its mesh to every tensor, balancing the load of ranks over all meshes.
 
-    Args:
-        meshes: Of each tensor.
-        costs: Of each tensor.
-        holders: As for `assign_owners`, places in the mesh of each.
-
-    Returns:
-        Places in the meshes; the same on every rank of a mesh. The largest meshes come first, and what they leave to do
-        counts in meshes of some of their ranks, which all know it.
+    `meshes` and `costs` are those of each tensor; `holders`, as of `assign_owners`, and the result are places in these
+    meshes, the same on every rank of a mesh. The largest meshes come first, and what they leave to do counts in meshes
+    of some of their ranks, which all know it.
     """
     owners, loads = [0] * len(meshes), list[dict[int, int]]()
     for mesh in sorted(dict.fromkeys(meshes), key=lambda mesh: -mesh.size()):
@@ -126,13 +121,7 @@ def balanced_owners(
 def waves_of(owners: Sequence[int], nbytes: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
     """Split matrices into waves in which no owner has more than `limit` bytes, or a single matrix.
 
-    Args:
-        owners: Of each matrix.
-        nbytes: Of each matrix, in the messages of its owner.
-        limit: In bytes.
-
-    Returns:
-        Indices of the matrices of each wave, rising.
+    `nbytes`: of each matrix, in the messages of its owner. Returns the indices of the matrices of each wave, rising.
     """
     waves: list[list[int]] = []
     filled: dict[int, tuple[int, int]] = {}  # by owner: its last wave, and the bytes in there
@@ -258,10 +247,8 @@ class Messages:
 
     So ranks can agree that all have room before the first of them sends, which leaves none waiting for another.
 
-    Args:
-        exchange: Of one dtype.
-        here: Memory of `here_numel` elements, flat: shards, by owner.
-        own: Memory of `own_numel` elements, flat: this rank's own matrices, cut up by rank.
+    `here` is memory of `here_numel` elements, for shards by owner, `own` of `own_numel`, for this rank's own matrices,
+    cut up by rank; both are flat, in the dtype of the exchange.
     """
 
     def __init__(self, exchange: Exchange, here: Tensor, own: Tensor) -> None:

@@ -399,11 +399,8 @@ def _described_value(key: str, value: Any) -> Any:
 def _rebuilt(each: _Stepped, arrived: Iterator[Tensor], mine: Iterator[Any] | None, kind: Any) -> Any:
     """Return a value of the state as this rank keeps it.
 
-    Args:
-        each: The parameter.
-        arrived: Shards that have come, in the order of the values.
-        mine: The values themselves, where this rank is the owner.
-        kind: What the owner has told of the value.
+    `arrived` has the shards that have come, `mine` the values themselves where this rank is their owner, in the order
+    of the values; `kind` is what the owner has told of this one.
     """
     own = None if mine is None else next(mine)
     param = each.param
