@@ -159,10 +159,7 @@ def _ranks_of(cp_mesh: object) -> Groups:
 def unshard_sequence(tensor: Tensor, cp_mesh: DeviceMesh, dim: int = 1) -> Tensor:
     """Gather a sequence that is divided over the ranks, such as logits, on every rank; detached.
 
-    Args:
-        tensor: This rank's part; the same shape on every rank.
-        cp_mesh: As for `shard_batch`.
-        dim: Of the sequence.
+    `cp_mesh` is as for `shard_batch`, `dim` that of the sequence; this rank's part has the same shape on every rank.
 
     Raises:
         ConfigurationError: The ranks' parts have different shapes; on every rank.

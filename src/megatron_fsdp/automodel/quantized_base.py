@@ -38,11 +38,8 @@ _READY_MADE = "bitsandbytes"
 class QuantizedBase:
     """The weights of a model on the meta device that a library quantises.
 
-    Args:
-        config: Of transformers' `quantization_config`.
-        model: On the meta device, as transformers builds it; modules are replaced as the library does.
-        folder: Of its weights.
-        is_ready: The folder is quantised already.
+    `config` is that of transformers' `quantization_config`. Modules of the model are replaced as the library does.
+    `is_ready`: the folder of its weights is quantised already.
     """
 
     def __init__(self, config: Any, model: Any, folder: Path, *, is_ready: bool) -> None:

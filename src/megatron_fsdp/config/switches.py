@@ -22,14 +22,10 @@ _SWITCH = {"": False, "0": False, "1": True}
 
 @dataclass(frozen=True)
 class HangSettings:
-    """Settings of the log for hangs.
+    """Settings of the log for hangs."""
 
-    Attributes:
-        folder: Where the ranks keep their logs; one that all of them see, where there is one.
-        timeout_s: Report when a phase has taken this many seconds without news; None: only when asked.
-    """
-
-    folder: Path
+    folder: Path  # where the ranks keep their logs; one that all of them see, where there is one
+    # report when a phase has taken this many seconds without news; None: only when asked
     timeout_s: float | None = None
 
 

@@ -161,9 +161,7 @@ class Executor:
     def run(self, operations: Iterable[Operation], sync_scope: SyncScope | None = None) -> None:
         """Carry out operations in order.
 
-        Args:
-            operations: Operations of the scheduler.
-            sync_scope: How far gradients that are ready are reduced; None: as far as their unit's switches say.
+        `sync_scope`: how far gradients that are ready are reduced; None: as far as their unit's switches say.
         """
         observers = self.observers
         for action, unit_index, slot in operations:

@@ -376,16 +376,10 @@ class GradientBuffers:
     ) -> tuple[Work, tuple[torch.Tensor, ...]]:
         """Start to reduce the new gradients over the inner ranks; missing gradients count as zero.
 
-        Args:
-            stream: Where the collective runs.
-            bucket: (numel,) in the communication dtype; the one given to `begin`, or one to cast unreduced gradients
-                into.
-            scratch: (numel,) in the communication dtype where the reducer exchanges inside, else None.
-            params: The sharded parameters, whose `.grad` decides between overwriting and adding.
-            copy_stream: Where an offloaded main gradient is copied to and from the device.
-
-        Returns:
-            The work, and memory besides bucket and scratch to be kept until the work was waited for.
+        `bucket` is (numel,) in the communication dtype: the one given to `begin`, or one to cast unreduced gradients
+        into. So is `scratch` where the reducer exchanges inside, else None. The `.grad` of the sharded `params` decides
+        between overwriting and adding. An offloaded main gradient is copied to and from the device on `copy_stream`.
+        Returns the work, and memory besides bucket and scratch to be kept until the work was waited for.
 
         Raises:
             ScheduleError: There is nothing to reduce.

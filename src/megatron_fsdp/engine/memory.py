@@ -191,10 +191,8 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 class CommunicationPool:
     """The owner of communication memory: hands out its blocks.
 
-    Args:
-        device: Device of the memory.
-        plan: The persistent blocks, which are taken now in one stretch; None: each block is allocated when it is made.
-        allocate: Allocates a number of bytes, zeros of uint8, for that; None: on the device.
+    `plan` has the persistent blocks, which are taken now in one stretch of zeros that `allocate` makes (None: on the
+    device). Without a plan each block is allocated when it is made.
     """
 
     def __init__(

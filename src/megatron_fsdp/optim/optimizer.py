@@ -91,9 +91,7 @@ def kinds_of(params: Iterable[Tensor], *models: nn.Module) -> list[str]:
     stands outside of repeated blocks, where a width may be as large as the vocabulary by chance. Tied to an embedding
     it is one.
 
-    Args:
-        params: Some parameters.
-        models: Those that they are of; what these do not hold just now is told by its shape.
+    `models` hold the parameters; one that they do not hold just now is judged by its shape.
 
     Returns:
         "matrices", "stacks of matrices", "embeddings", "head", "norms", "biases" or "vectors", for each.
@@ -315,10 +313,7 @@ def integrate(optimizer: Optimizer, engines: Engines, describes_state: bool) -> 
     further keywords, and `optimizer.zero_grad` takes `zero_grad_buffer` (True). `optimizer.load_state_dict` becomes
     collective: what is wrong on one rank is refused on all.
 
-    Args:
-        optimizer: Changed in place.
-        engines: Those of its parameters.
-        describes_state: Attach to the tensors of its state dict which part of a global tensor they hold.
+    `describes_state`: attach to the tensors of its state dict which part of a global tensor they hold.
     """
     step = _make_step(optimizer)
     hooks = _StepHooks(engines, step)
@@ -512,11 +507,8 @@ _HOOKS = {"_optimizer_step_pre_hooks", "_optimizer_state_dict_pre_hooks"}
 def check_before_sharding(optimizer: Optimizer, names: Mapping[int, str], *, are_cut: bool, is_captured: bool) -> None:
     """Raise for an optimizer that cannot be connected once its model is sharded.
 
-    Args:
-        optimizer: Built on the parameters of a model that is not sharded yet.
-        names: Names of the parameters of the model, by id.
-        are_cut: Parameters will be sharded.
-        is_captured: Steps will be captured in a CUDA graph.
+    `names` are those of the model's parameters, by id. `are_cut`: they will be sharded. `is_captured`: steps will be
+    captured in a CUDA graph.
     """
     check_parameters(optimizer, names)
     check_kind(optimizer, are_cut or are_sharded(params_of(optimizer)))
@@ -544,9 +536,7 @@ def check_parameters(optimizer: Optimizer, known: Mapping[int, str]) -> None:
 def check_kind(optimizer: Optimizer, is_sharded: bool) -> None:
     """Raise for optimizers of torch whose update of an element depends on elements that may be on other ranks.
 
-    Args:
-        optimizer: Connected, or about to be; its parameters may still be plain tensors.
-        is_sharded: Parameters are, or will be, cut between ranks.
+    `is_sharded`: parameters are, or will be, cut between ranks; the optimizer's may still be plain tensors.
     """
     for each in members_of(optimizer):
         _check_member(each, is_sharded)
@@ -714,10 +704,8 @@ def move_to_sharded(
 
     So do the lists of parameters themselves, which an optimizer may keep under other names as well (LBFGS does).
 
-    Args:
-        optimizer: Changed in place.
-        replacements: Sharded parameter for the id of each original.
-        shard_state: Turns a full state tensor, shaped as its parameter, into the one for the sharded parameter.
+    `replacements` has the sharded parameter for the id of each original. `shard_state` turns a full state tensor,
+    shaped as its parameter, into the one for the sharded parameter.
     """
     if isinstance(optimizer, ChainedOptimizer):
         for each in optimizer.optimizers:

@@ -65,11 +65,7 @@ _Copies = dict[int, list[list[nn.Parameter]]]
 def shown_in_full(engine: Engine, module: nn.Module | None, writeback: bool, compute_dtype: bool) -> Iterator[None]:
     """Put full, plain copies of the main weights of some units into their modules. Collective.
 
-    Args:
-        engine: Engine of the model.
-        module: Of the units that own parameters of it; None: of all.
-        writeback: Copy what the copies hold at the end into main and compute weights. Every rank has to hold the same.
-        compute_dtype: Copies in the dtype the model computes in, cast from the main weights; else in the main dtype.
+    The arguments are those of `full_parameters_context`.
 
     Raises:
         ScheduleError: A forward or a backward is running, or some unit shows its copies already.

@@ -228,13 +228,8 @@ def draw_values(
 
     Buffers are made in place. Parameters are passed to `store` and freed.
 
-    Args:
-        root: The model; its parameters are back in their places afterwards.
-        blueprint: Its blueprint.
-        unit_tops: The modules of whose parameters all exist at a time.
-        store: Gets the values, full, or this rank's part where a parameter is tensor-parallel.
-        device: Where values are drawn.
-        may_leave_buffers: Whether buffers may stay without values, which the caller has from elsewhere.
+    `unit_tops` are the modules of whose parameters all exist at a time. `store` gets the values, full, or this rank's
+    part where a parameter is tensor-parallel. `may_leave_buffers`: the caller has values for buffers from elsewhere.
 
     Raises:
         ConfigurationError: A method left something without a value, or wrote where it must not.

@@ -49,11 +49,7 @@ class Pipeline:
     The first stage uses token ids and the last labels, but all ranks take both: shapes come from them, and attention
     masks and positions are made in every stage.
 
-    Args:
-        parts: Of this rank.
-        pp_mesh: 1-D mesh of the pipeline's ranks.
-        config: Schedule, sizes and loss.
-        device: Of this rank's parts.
+    `pp_mesh` is the 1-D mesh of the pipeline's ranks, `device` that of this rank's parts.
     """
 
     def __init__(self, parts: PipelineParts, pp_mesh: DeviceMesh, config: PipelineConfig, device: torch.device) -> None:

@@ -34,27 +34,16 @@ _CONSTANT = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", 
 
 @dataclass(frozen=True)
 class Division:
-    """The division of a module by a plan, as far as the trial needs it.
+    """The division of a module by a plan, as far as the trial needs it."""
 
-    Attributes:
-        runs: Runs its own forward, else only gives an output of the right size.
-        ins: Parts of the input.
-        outs: Parts of the output.
-        sums: The output is summed over the ranks, and so is the gradient of the input.
-        sums_gradient: The output may meet whole and divided activations.
-        leaves_parts: The gradient of the input is left as a part of a sum.
-        parameters: Own parameters that are cut: dimension by name.
-        ranks: Parts of these parameters.
-    """
-
-    runs: bool = False
-    ins: int = 1
-    outs: int = 1
-    sums: bool = False
-    sums_gradient: bool = False
-    leaves_parts: bool = False
-    parameters: Mapping[str, int] = field(default_factory=dict)
-    ranks: int = 1
+    runs: bool = False  # runs its own forward, else only gives an output of the right size
+    ins: int = 1  # parts of the input
+    outs: int = 1  # parts of the output
+    sums: bool = False  # the output is summed over the ranks, and so is the gradient of the input
+    sums_gradient: bool = False  # the output may meet whole and divided activations
+    leaves_parts: bool = False  # the gradient of the input is left as a part of a sum
+    parameters: Mapping[str, int] = field(default_factory=dict)  # own parameters that are cut: dimension by name
+    ranks: int = 1  # parts of these parameters
 
 
 _COMBINES = ("_softmax", "_log_softmax", "native_layer_norm", "_fused_rms_norm", "cumsum", "topk", "sort")
@@ -187,11 +176,8 @@ def _bits(sources: int) -> Iterator[int]:
 class Trial:
     """The trial of one rank's part of a model.
 
-    Args:
-        model: Not divided yet; it is only read.
-        divisions: By name of the module.
-        blocks: Names of modules whose input is gathered from the tokens of all ranks, which sums its gradient.
-        prepare: Called with the copy of the model, before it runs.
+    The model is not divided yet, and only read; `prepare` is called with its copy, before that runs. `blocks` are names
+    of modules whose input is gathered from the tokens of all ranks, which sums its gradient.
     """
 
     def __init__(

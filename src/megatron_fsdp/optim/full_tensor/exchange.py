@@ -36,10 +36,8 @@ def assign_owners(flops: Sequence[int], loads: list[int], holders: Sequence[Sequ
     A rank that holds a matrix whole comes first, where no rank then has more than 1.05 of the mean, or than it would
     have otherwise: nothing has to be sent.
 
-    Args:
-        flops: Cost of each matrix.
-        loads: What each rank has to do already, to which the costs are added.
-        holders: The ranks that hold each matrix whole; empty: not known.
+    `loads` is what each rank has to do already, to which the costs are added; `holders` has the ranks that hold each
+    matrix whole, where they are known.
 
     Returns:
         The owner of each matrix; the same on every rank. Without loads at the begin, the busiest rank has at most 4/3

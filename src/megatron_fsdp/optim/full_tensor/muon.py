@@ -123,12 +123,9 @@ def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
 def matrices_in(spec: ShardSpec, rows: Sequence[int]) -> tuple[tuple[ShardSpec, slice], ...]:
     """Return the matrices of a parameter: the shard spec of each, and its elements in this rank's flattened shard.
 
-    Args:
-        spec: Of the parameter, (rows, columns) or (matrices, rows, columns).
-        rows: Of the matrices that each matrix is made of, one below the other.
-
-    Returns:
-        Specs of (rows, columns) or (1, rows, columns), in the order of the flattened parameter.
+    `spec` is that of the parameter, (rows, columns) or (matrices, rows, columns); `rows` are those of the matrices that
+    each matrix is made of, one below the other. Specs that are returned are of (rows, columns) or (1, rows, columns),
+    in the order of the flattened parameter.
     """
     if len(spec.shape) == 2 and len(rows) == 1:
         return ((spec, slice(None)),)
