@@ -73,7 +73,8 @@ def parallelize_experts(
         num_local = len(next(part.parameters())) // ep_mesh.size()
         for attribute, param in list(part.named_parameters()):
             part.register_parameter(attribute, _share_of(param, ep_mesh, num_local, as_dtensors))
-        part.__class__ = _divided_class(DividedExperts, type(part))
+        former: Any = type(part)
+        part.__class__ = _divided_class(DividedExperts, former)
         assert isinstance(part, DividedExperts)
         part.expert_mesh, part.tensor_mesh, part.num_local, part.adapters = ep_mesh, tp_mesh, num_local, {}
         _divide_adapters(model.get_submodule(_outermost(name)))
@@ -97,7 +98,8 @@ def _divide_adapters(part: nn.Module) -> None:
         for name, child in part.named_children():
             for param in child.parameters() if name != _BASE[1:] else ():
                 setattr(param, SAME_ON_EXPERT_RANKS, True)
-        part.__class__ = _divided_class(_DividedAdapter, type(part))
+        former: Any = type(part)
+        part.__class__ = _divided_class(_DividedAdapter, former)
         part = part.get_submodule(_BASE[1:])
 
 

@@ -207,10 +207,8 @@ class CommunicationPool:
         self._memory: torch.Tensor | None = None
         if plan is not None:
             with torch.inference_mode(False):
-                self._memory = (allocate or self._zeros)(plan.num_bytes)
-
-    def _zeros(self, num_bytes: int) -> torch.Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+                allocate = allocate or (lambda count: torch.zeros(count, dtype=torch.uint8, device=device))
+                self._memory = allocate(plan.num_bytes)
 
     def memory_of(self, use: Use, number: int) -> torch.Tensor | None:
         """Return the memory of a planned block, (num_bytes,) of uint8; None where there is no such block."""

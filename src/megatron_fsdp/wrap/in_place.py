@@ -163,15 +163,8 @@ def finish_in_place(
     ranks = Ranks(device=device, meshes=meshes, reaching_all=groups_reaching_all(meshes))
     memory = replace(options.memory, slots=options.memory.slots + _depth(by_path) - 1)
     named = (each for path, root in by_path.items() for each in root.named_parameters(path, remove_duplicate=False))
-    engine = finish(
-        units,
-        UnitPlan(specs, source, aliases_in(named)),
-        by_path,
-        ranks,
-        replace(options, memory=memory),
-        events=ModuleEvents(),
-        words=words,
-    )
+    unit_plan, options = UnitPlan(specs, source, aliases_in(named)), replace(options, memory=memory)
+    engine = finish(units, unit_plan, by_path, ranks, options, events=ModuleEvents(), words=words)
     for root in roots:
         for _, module, _ in units_inside(root):
             module.__dict__[OWNED_ENGINE] = engine

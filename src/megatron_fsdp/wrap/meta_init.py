@@ -83,15 +83,6 @@ def _marker(dtype: torch.dtype) -> float | int | bool:
     return info.min or info.max
 
 
-RESET_METHODS = ("reset_parameters", "_reset_parameters")
-"""Methods of a module, without arguments; the first that exists is called."""
-
-BUFFER_METHOD = "reset_buffers"
-"""Method of a module, without arguments; called after the reset method where both exist."""
-
-MODEL_METHOD = "_init_weights"
-"""Method of a model, with a module as its one argument, as Hugging Face models have it."""
-
 Owner = tuple[int, str]
 """The id of a module and the name of its attribute."""
 
@@ -146,14 +137,13 @@ def meta_tensors(module: nn.Module, but: Collection[int] = ()) -> Iterator[str]:
 
 def reset_methods(module: nn.Module) -> tuple[Callable[[], object], ...]:
     """Return the methods that initialise a module's own tensors, in the order in which to call them."""
-    found = [method for name in RESET_METHODS if (method := _method(module, name)) is not None][:1]
-    buffers = _method(module, BUFFER_METHOD)
-    return (*found, buffers) if buffers is not None else tuple(found)
+    parameters = _method(module, "reset_parameters") or _method(module, "_reset_parameters")
+    return tuple(method for method in (parameters, _method(module, "reset_buffers")) if method is not None)
 
 
 def model_method(module: nn.Module) -> Callable[[nn.Module], object] | None:
-    """Return the method by which a model initialises each of the modules below it, if it has one."""
-    return _method(module, MODEL_METHOD, module)
+    """Return the method by which a model initialises each module below it, as those of transformers do."""
+    return _method(module, "_init_weights", module)
 
 
 def check_can_initialise(module: nn.Module) -> None:
@@ -175,7 +165,7 @@ def check_can_initialise(module: nn.Module) -> None:
         raise ConfigurationError(
             f"{len(helpless)} modules hold tensors on the meta device and have no method that initialises them: "
             f"{'; '.join(helpless)}; give each a reset_parameters() that sets all it holds (reset_buffers() for "
-            f"buffers), or the model an {MODEL_METHOD}(module), or build these modules outside of the meta device"
+            f"buffers), or the model an _init_weights(module), or build these modules outside of the meta device"
         )
 
 
@@ -442,7 +432,7 @@ class _Walk:
         if unset:
             raise ConfigurationError(
                 f"{len(unset)} tensors got no value, or NaN, from the methods that initialise their modules: "
-                f"{', '.join(unset)}; let reset_parameters() (or reset_buffers(), or {MODEL_METHOD}(module) of the "
+                f"{', '.join(unset)}; let reset_parameters() (or reset_buffers(), or _init_weights(module) of the "
                 "model) set every element, or put real tensors there before sharding"
             )
         for name, made in scope.live.items():

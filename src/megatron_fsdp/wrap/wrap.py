@@ -114,15 +114,9 @@ def assemble(
             experts, expert_names = sharding.experts, TRIVIAL_NAMES
             if experts is not None:
                 expert_names = find_expert_names(units, experts.rank_mesh, dist_index.expt_device_mesh)
+            roots, ranks = {"": module}, sharding.ranks
             return finish(
-                units,
-                plan,
-                {"": module},
-                sharding.ranks,
-                options,
-                events=grouping,
-                expert_names=expert_names,
-                delayed=delayed,
+                units, plan, roots, ranks, options, events=grouping, expert_names=expert_names, delayed=delayed
             )
 
 
@@ -324,22 +318,13 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def check_module(module: nn.Module, init_meta: bool | str) -> None:
-    """Raise for a model that cannot be sharded; no communication.
-
-    Raises:
-        ConfigurationError: No parameters, parameters without memory or on several devices, already sharded, or of a
-            tensor class that brings its own way to be gathered.
-    """
+    """Raise for a model without parameters, or whose parameters cannot be sharded as they are; no communication."""
     check_not_wrapped(module)
     params = dict(module.named_parameters())
     if not params:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to shard")
     check_keys(name for name, _ in (*module.named_parameters(), *module.named_buffers()))
-    sharded = [
-        name
-        for name, param in params.items()
-        if hasattr(param, "_megatron_fsdp_model") or isinstance(param, UnevenDTensor)
-    ]
+    sharded = [name for name, param in params.items() if isinstance(param, UnevenDTensor)]
     if sharded:
         raise ConfigurationError(
             f"the model is sharded already ({len(sharded)} of {len(params)} parameters, such as {sharded[0]}); wrap a "
@@ -352,14 +337,11 @@ def check_module(module: nn.Module, init_meta: bool | str) -> None:
             "that lazy modules know their shapes"
         )
     _check_meta(module, params, init_meta)
-    devices = sorted({str(param.device) for param in params.values() if not param.is_meta})
-    if len(devices) > 1:
-        examples = ", ".join(
-            f"{next(name for name, param in params.items() if str(param.device) == device)} on {device}"
-            for device in devices
-        )
+    first_on = {str(param.device): name for name, param in reversed(params.items()) if not param.is_meta}
+    if len(first_on) > 1:
+        examples = ", ".join(f"{name} on {device}" for device, name in sorted(first_on.items()))
         raise ConfigurationError(
-            f"parameters lie on {len(devices)} devices ({examples}); move the model to one device first"
+            f"parameters lie on {len(first_on)} devices ({examples}); move the model to one device first"
         )
 
 
