@@ -107,11 +107,7 @@ class QuantizedBase:
         return weight
 
     def fill(self, model: nn.Module, device: torch.device, key_mapping: Any) -> tuple[frozenset[str], frozenset[str]]:
-        """Read the weights into the shards of a model; collective.
-
-        Returns:
-            The names of the parameters that were filled, and the keys of the folder that were read.
-        """
+        """Read the weights into the shards of a model; return the filled parameters and the keys read. Collective."""
         files = decided_by_first(lambda: open_folder(self._folder), f"opening {self._folder}")
         stored = {name: files.tensors[key] for name, key in map_keys(files.tensors, key_mapping).items()}
         lives = [self._live(name) for name in self._names]

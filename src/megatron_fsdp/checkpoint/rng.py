@@ -93,8 +93,7 @@ def prepare(
 ) -> tuple[Callable[[], None], str]:
     """Test the states of a checkpoint on separate generators, so that damage changes nothing.
 
-    Returns:
-        A function that sets this rank's generators, and its description for the report.
+    Returns a function that sets this rank's generators, and its description for the report.
     """
     keys = [key for key in folder.objects if key.startswith(f"{RNG}.") and key.endswith(".states")]
     if f"{RNG}.topology" not in folder.objects or not keys:

@@ -270,8 +270,7 @@ def _show(plan: Plan, tried: Recommendation | None, *, with_units: bool) -> None
 def planned_run(path: Path, num_ranks: int) -> tuple[Workload, Setup, tuple[str, ...]]:
     """Read a configuration as the trainer does, for `num_ranks` accelerators with bfloat16 matrix products.
 
-    Returns:
-        The workload, the setup, and the trainer's warnings.
+    Returns the workload, the setup, and the trainer's warnings.
     """
     job = resolve(parse_options(["--config", str(path)]), World(num_ranks, "cuda"))
     _check_job(job, path)

@@ -296,11 +296,7 @@ class GradientBuffers:
     # A bucket is empty, filling (from `begin` on), reducing (from `reduce` on), and empty again when its work is done.
 
     def begin(self, bucket: torch.Tensor | None) -> None:
-        """Begin to fill a bucket (numel,) in the communication dtype; None: the unreduced gradient.
-
-        Raises:
-            ScheduleError: Gradients fill a bucket already.
-        """
+        """Begin to fill a bucket (numel,) in the communication dtype; None: the unreduced gradient."""
         if self.is_filling:
             raise ScheduleError(f"the bucket of {self._name} would be filled while it is filling")
         if bucket is not None:
@@ -380,9 +376,6 @@ class GradientBuffers:
         into. So is `scratch` where the reducer exchanges inside, else None. The `.grad` of the sharded `params` decides
         between overwriting and adding. An offloaded main gradient is copied to and from the device on `copy_stream`.
         Returns the work, and memory besides bucket and scratch to be kept until the work was waited for.
-
-        Raises:
-            ScheduleError: There is nothing to reduce.
         """
         if not self.is_filling and not self.has_unreduced_gradient:
             raise ScheduleError(f"the bucket of {self._name} would be reduced while it is empty")

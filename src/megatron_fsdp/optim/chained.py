@@ -99,11 +99,7 @@ class ChainedOptimizer(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise: a chain has no groups of its own.
-
-        Raises:
-            ConfigurationError: It is not said to which optimizer the group would belong.
-        """
+        """Raise: a chain has no groups of its own, and nothing says to which optimizer this one would belong."""
         raise ConfigurationError(
             f"ChainedOptimizer.add_param_group was given a group with {', '.join(map(str, param_group))}, and not told "
             "for which optimizer; add it to one of them before they are chained"

@@ -79,9 +79,8 @@ class LocalStep(Step):
     def proxy(self, optimizer: Optimizer) -> Optimizer:
         """Return the proxy to step instead of a connected optimizer; call `finish` after the step.
 
-        Returns:
-            A view that works on local tensors; the optimizer itself where its kind is not known to be elementwise,
-            or where the step is compiled or runs in inference mode.
+        A view that works on local tensors; the optimizer itself where its kind is not known to be elementwise, or where
+        the step is compiled or runs in inference mode.
         """
         if self._view is not None:  # of a step that failed
             self.hand_over()

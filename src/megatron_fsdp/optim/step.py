@@ -70,11 +70,7 @@ def without_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def engine_of(param: Tensor) -> Engine:
-    """Return the engine of the model of a sharded parameter.
-
-    Raises:
-        ScheduleError: The model has been deleted.
-    """
+    """Return the engine of the model of a sharded parameter; raise a ScheduleError if the model was deleted."""
     return alive(param._fsdp_engine)  # type: ignore[attr-defined]
 
 

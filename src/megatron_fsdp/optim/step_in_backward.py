@@ -313,21 +313,13 @@ class GroupsOfBackward(OptimizerInBackward):
     # ---- events of the engine ---------------------------------------------------------------------------------------
 
     def backward_begins(self, number: int) -> None:
-        """Raise for a second backward.
-
-        Raises:
-            ScheduleError: On every rank; names a parameter.
-        """
+        """Raise a ScheduleError on every rank, which names a parameter, for a second backward."""
         if self._is_open and number > self._first_backward:
             name = self.stepped[0].names[0] if self.stepped else "every parameter"
             raise self._too_late(name, "a second backward began inside optimizer.step_in_backward()")
 
     def unit_reduces(self, unit: Unit) -> None:
-        """Raise for gradients of a unit that was stepped.
-
-        Raises:
-            ScheduleError: On every rank; names a parameter.
-        """
+        """Raise a ScheduleError on every rank, which names a parameter, for gradients of a unit that was stepped."""
         for group in unit.groups:
             if group.gradients is not None and any(group is each for each in self.stepped):
                 arrived = zip(group.names, group.gradients.of_parameter, strict=True)
@@ -371,11 +363,7 @@ class GroupsOfBackward(OptimizerInBackward):
         return usage.is_known or (usage.is_alone and all(each.arrived for each in gradients.of_parameter))
 
     def check_forward(self, number: int) -> None:
-        """Raise for a forward after `number` backwards of the model, unless the step's own backward is still to come.
-
-        Raises:
-            ScheduleError: On every rank.
-        """
+        """Raise a ScheduleError for a forward after `number` backwards, unless the step's own backward is to come."""
         if self._is_open and number < self._first_backward:
             return
         raise ScheduleError(

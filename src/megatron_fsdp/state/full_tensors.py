@@ -65,12 +65,7 @@ _Copies = dict[int, list[list[nn.Parameter]]]
 def shown_in_full(engine: Engine, module: nn.Module | None, writeback: bool, compute_dtype: bool) -> Iterator[None]:
     """Put full, plain copies of the main weights of some units into their modules. Collective.
 
-    The arguments are those of `full_parameters_context`.
-
-    Raises:
-        ScheduleError: A forward or a backward is running, or some unit shows its copies already.
-        ConfigurationError: Copies in another dtype cannot be written back; a copy was replaced, or ranks wrote
-            different values (nothing is written back then).
+    Arguments and errors are those of `full_parameters_context`.
     """
     with all_agree("full_parameters_context", engine.reaching_all) as facts:
         inside = None if module is None else set(module.modules())
@@ -285,11 +280,7 @@ def _stream(engine: Engine, entries: Sequence[Entry], bucket_bytes: int) -> Iter
 
 
 def check_bucket_bytes(bucket_bytes: object) -> None:
-    """Raise if a size is not positive.
-
-    Raises:
-        ConfigurationError: It is not a positive number.
-    """
+    """Raise a ConfigurationError if a size is not a positive number."""
     if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ConfigurationError(
             f"bucket_bytes={bucket_bytes!r} leaves no room; give the bytes that may be used, 1 or more"

@@ -39,11 +39,7 @@ class Run:
 
 
 def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progress, bool]:
-    """Train for as many steps as the job allows, from the keeper's progress.
-
-    Returns:
-        The progress, and whether the run was asked to end.
-    """
+    """Train as many steps as the job allows; return the progress, and True if the run was asked to end."""
     job, training, asked = run.job, run.job.options.training, run.job.options.reporting
     guard = NanGuard(job.options.recovery.max_nan_steps, recorder.say)
     done = keeper.start()

@@ -220,11 +220,7 @@ def style_of(
 def division_of(
     style: ParallelStyle | str, module: nn.Module, splits_tokens: bool, own: Mapping[str, Placement], ranks: int
 ) -> Division | None:
-    """Return a style's division, for a trial; None: the module stays whole.
-
-    Raises:
-        ConfigurationError: A style of torch may do anything.
-    """
+    """Return a style's division, for a trial; None: the module stays whole. Raise for styles that may do anything."""
     if isinstance(style, ParallelStyle):
         style = _name_of(style)
     if isinstance(module, nn.Embedding):

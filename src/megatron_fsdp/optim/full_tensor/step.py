@@ -254,8 +254,7 @@ class OwnedStep(ExchangingStep):
 
         Ranks agree that all have room for the messages before the first of them sends.
 
-        Returns:
-            For each item this rank's shard; or the whole where this rank owns it, else None.
+        Returns for each item this rank's shard; or the whole where this rank owns it, else None.
         """
         packed = list(self._packed(items, to_owners))
         self._agreed()
