@@ -38,7 +38,7 @@ from megatron_fsdp.cli.main import main as mfsdp
 from megatron_fsdp.optim.full_tensor.exchange import assign_owners
 from megatron_fsdp.plan import plan
 from megatron_fsdp.plan.models import build_meta_model
-from megatron_fsdp.plan.muon import muon_matrices, single_matrices
+from megatron_fsdp.plan.sharded import muon_matrices, single_matrices
 from megatron_fsdp.train.failures import ENDS
 from tools import (
     accumulation_costs,

@@ -12,10 +12,10 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.optimizer import count_kinds, kinds_of
 from megatron_fsdp.plan.machine import GIB, MACHINES, Machine, find_machine
 from megatron_fsdp.plan.models import PRESETS
-from megatron_fsdp.plan.muon import muon_matrices, muon_work
 from megatron_fsdp.plan.planning import plan, plan_workload, recommend
 from megatron_fsdp.plan.replay import INNER, OUTER, Links
 from megatron_fsdp.plan.setup import ParallelRanks, Setup
+from megatron_fsdp.plan.sharded import muon_matrices, muon_work
 from tests.support.zoo import TOWER_FEATURES, Floor, Tower
 from tools.published_runs import PUBLISHED
 
