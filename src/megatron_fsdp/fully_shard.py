@@ -538,12 +538,7 @@ def fully_shard(  # noqa: D417 (the arguments of fully_shard_model are described
 
 
 def _check_optimizer(optimizer: object, module: object = None) -> None:
-    """Raise unless the object is an optimizer itself: not a class, and no wrapper of another one.
-
-    Raises:
-        TypeError: It is none.
-        ConfigurationError: Its step cannot be connected, or is that of another one.
-    """
+    """Raise unless the object is an optimizer itself, whose step can be connected: no class, and no wrapper of one."""
     from megatron_fsdp.optim.optimizer import check_is_whole
 
     if isinstance(optimizer, nn.Module) and hasattr(module, "param_groups"):

@@ -477,8 +477,7 @@ class CheckpointStore:
     def _begin(self, iteration: int, overwrite: bool, claims: ExitStack) -> tuple[str, bool, str]:
         """Remove leftovers of killed runs, and make an empty hidden folder to write a checkpoint into.
 
-        Returns:
-            Its name, whether a checkpoint of this iteration may be replaced, and a description of the coming work.
+        Returns its name, whether a checkpoint of this iteration may be replaced, and a description of the coming work.
         """
         target = self.path_of(iteration)
         if is_whole(self.root):

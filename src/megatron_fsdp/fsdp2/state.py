@@ -270,8 +270,7 @@ class ShardState:
     def _runs(self, given: int | None) -> list[list[tuple[str, ShardState]]]:
         """Return the calls that share a unit, each with its path: small neighbours; the others by themselves.
 
-        Args:
-            given: The size in bytes up to which they are merged; None: by the number of ranks.
+        `given`: the size in bytes up to which they are merged; None: by the number of ranks.
         """
         root, *inner = named = list(self._named_states())
         mesh, states = self.plans.mesh, [state for _, state in named]

@@ -230,12 +230,7 @@ Take = Callable[[ParameterGroup, Callable[[], None]], None]
 
 
 def _hand_over_groups(engine: Engine, take: Take | None) -> GroupsOfBackward:
-    """Arrange that an optimizer gets groups in the next backward.
-
-    Raises:
-        ConfigurationError: None of them would be final before backward ends.
-        ScheduleError: An optimizer steps in backward already.
-    """
+    """Arrange that an optimizer gets groups in the next backward; raise if none would be final before it ends."""
     if engine.executor.optimizer_in_backward is not None:
         raise ScheduleError(
             engine.executor.optimizer_in_backward.broken
