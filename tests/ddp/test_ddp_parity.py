@@ -90,16 +90,15 @@ def setting_of(way: int, turn: int, own_dtypes: bool) -> DdpSetting:
     )
 
 
-def jobs_of(num_ranks: int) -> list[tuple[str, Scenario, DdpSetting]]:
-    """What so many ranks train: every model in two of the ways, the other two with one rank more."""
+def jobs_of(num_ranks: int, number: int) -> list[tuple[str, Scenario, DdpSetting]]:
+    """What so many ranks train: every model in the first or second of two ways, the others with one rank more."""
     jobs = []
     for position, (name, case) in enumerate(CASES.items()):
+        turn = 2 * position + 5 * num_ranks + number
         own_dtypes = name in ("fp32_fp64_norm", "bf16_fp32_norm")
-        for number in range(2):
-            turn = 2 * position + 5 * num_ranks + number
-            setting = setting_of((num_ranks + position + 2 * number) % 4, turn, own_dtypes)
-            script = SCRIPTS[(position + number + num_ranks // 2) % 2][(position + num_ranks) // 2 % 2]
-            jobs.append((name, Scenario(script, case, _OPTIMIZERS[turn % len(_OPTIMIZERS)]), setting))
+        setting = setting_of((num_ranks + position + 2 * number) % 4, turn, own_dtypes)
+        script = SCRIPTS[(position + number + num_ranks // 2) % 2][(position + num_ranks) // 2 % 2]
+        jobs.append((name, Scenario(script, case, _OPTIMIZERS[turn % len(_OPTIMIZERS)]), setting))
     return jobs
 
 
@@ -109,10 +108,11 @@ def _tolerance(name: str, num_ranks: int) -> Tolerance:
     return _BF16 if name == "bf16_fp32_norm" else FP32
 
 
-@pytest.mark.full(short=["2"])
+@pytest.mark.full(short=["0-2"])
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, num_ranks: int) -> None:
-    names, *jobs = zip(*jobs_of(num_ranks), strict=True)
+@pytest.mark.parametrize("number", [0, 1])
+def test_training_equals_one_process_on_the_whole_batch(run_ranks: RunRanks, num_ranks: int, number: int) -> None:
+    names, *jobs = zip(*jobs_of(num_ranks, number), strict=True)
     tolerances = [_tolerance(name, num_ranks) for name in names]
     check_jobs(run_ranks, num_ranks, list(zip(*jobs, strict=True)), tolerances)
 

@@ -57,7 +57,7 @@ def accumulate(run: Run) -> None:
     run.train(4)
 
 
-@pytest.mark.full(short=["2", "3"])
+@pytest.mark.full(short=["3"])
 @pytest.mark.parametrize("inner", range(4))
 def test_every_strategy_equals_one_process(run_ranks: RunRanks, inner: int) -> None:
     setting = Setting(inner, one_call=inner % 2 == 0, arrangement=tensor_parallel(PLANS[inner // 2]))

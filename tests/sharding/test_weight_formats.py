@@ -94,6 +94,7 @@ def weights() -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.full(short=["fp8", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_values_are_those_of_the_definition(name: str) -> None:
     for kind, weight in weights().items():
