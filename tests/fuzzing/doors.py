@@ -192,8 +192,9 @@ def _arithmetic(case: Case) -> object:
     inner = mesh.data_parallel // max(1, outer)
     if (inner > 2 and not case.strategy) or (outer > 2 and not case.outer_strategy):
         return case.door  # all-reduces add in an order of their own, which depends on the length of the message
-    if case.precision.policy.grad_comm_dtype is torch.bfloat16:
-        return case.door  # several gradients of a parameter are rounded before or after they are added up
+    comes_in_parts = any(block.calls > 1 and block.checkpoint == "reentrant" for block in case.blocks)
+    if comes_in_parts or case.precision.policy.grad_comm_dtype is torch.bfloat16:
+        return case.door  # parts of a gradient are added up, and rounded, when a unit is reduced: now or at the end
     waits = case.microbatches > 1 and case.mode != "plain"
     can_defer = case.door != "in place" and (case.mode == "no_sync" or (case.mode == "mixed" and not case.seed % 2))
     if case.door == "like torch":
