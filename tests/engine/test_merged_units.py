@@ -54,6 +54,11 @@ def test_a_run_is_cut_into_as_few_even_parts_as_the_limit_allows(limit: int, exp
     ]
 
 
+def test_the_largest_of_a_run_says_how_many_are_merged() -> None:
+    plan = merge_small_units(find_units(Ordered(layers=3), [Layer]), [0, 1, 1, 3], 6)
+    assert names(plan) == ["", "layers.0", "layers.1..2"]
+
+
 def test_only_numbered_neighbours_of_one_class_in_one_list_are_merged() -> None:
     described = [
         ("", "Net", False),

@@ -48,6 +48,13 @@ def references(model: MegatronFSDP) -> dict[str, weakref.ref[Any]]:
     return {name: weakref.ref(thing) for name, thing in things.items()}
 
 
+@on_ranks(2)
+def test_a_step_leaves_no_handle_of_a_collective_behind() -> None:
+    model = wrap(3)
+    train(model, fully_shard_optimizer(torch.optim.AdamW(model.parameters())), 2)
+    assert [work for unit in engine_of(model).units for work in unit.works] == []
+
+
 @pytest.mark.parametrize(("strategy", "keeps_optimizer"), [(0, False), (1, False), (3, True)])
 @on_ranks(2)
 def test_deleting_frees_everything_at_once_but_the_parameters_of_a_kept_optimizer(

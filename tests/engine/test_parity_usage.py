@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ScheduleError
@@ -309,3 +310,28 @@ def train_and_accumulate(run: Run) -> None:
 def test_recomputed_activations_give_the_same_gradients(run_ranks: RunRanks, where: Where, reentrant: bool) -> None:
     scenario = Scenario(train_and_accumulate, _case(where, reentrant))
     check_strategies(run_ranks, 2, scenario, [SHARDED[reentrant], BUCKETS[reentrant]])
+
+
+class RecomputedTwice(nn.Module):
+    """A unit that is called twice, each call in a recomputation of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.unit, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+@on_ranks(2)
+def test_gradients_of_two_recomputations_in_one_backward_add_up(strategy: int) -> None:
+    with fixed_seed(0):
+        plain = RecomputedTwice()
+    model = fully_shard_model(copy.deepcopy(plain), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy)
+    for net in (plain, model):
+        net(torch.arange(8.0, requires_grad=True).view(2, 4)).square().sum().backward()
+    wanted = {name: param.grad for name, param in plain.named_parameters()}
+    torch.testing.assert_close(dict(model.full_gradients()), wanted)

@@ -275,10 +275,24 @@ def test_messages_name_the_reset_of_the_context() -> None:
     net(data).sum().backward()
 
 
+@on_ranks(4)
+def test_equal_placements_on_two_meshes_keep_their_ranks() -> None:
+    every, few = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("few", "others"))["few"]
+    net = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    with fully_shard_context("cpu"):
+        for module, mesh in zip(net, (few, every), strict=True):
+            fully_shard(module, mesh, Placements([0], [S], [S], [S]))
+    groups = [group for module in net for group in module.parameter_groups]  # type: ignore[union-attr]
+    assert [(group.mesh, group.main_weight.numel()) for group in groups] == [(few, 32), (every, 16)]
+
+
 @on_ranks(2)
 def test_two_forwards_an_exception_and_an_evaluation() -> None:
     net, reference = pair()
     context = shard(net, ["zero-3"], blocks_and_root)
+    with microbatch(context, is_last=False):
+        assert not context.is_last_microbatch
+    assert context.is_last_microbatch
     data = batches(2, 0)
     failing = [True]
 

@@ -212,6 +212,16 @@ def test_what_is_set_apart_before_the_first_forward_is_not_merged(case: str) -> 
 
 
 @on_ranks(2)
+def test_a_divisor_from_before_the_first_forward_divides_the_sum() -> None:
+    model, source, batch = shard(build()), build(), make_batch(SAMPLES, torch.Generator())
+    for module in (model, *model.layers):
+        module.set_gradient_divide_factor(3.0)
+    vector_loss(model, batch.part(dist.get_rank(), 2)).backward()
+    vector_loss(source, batch).backward()
+    assert_same([whole(param.grad) for param in model.parameters()], [p.grad * 2 / 3 for p in source.parameters()])
+
+
+@on_ranks(2)
 def test_other_calls_are_not_merged() -> None:
     os.environ["MFSDP_MESSAGE_BYTES"] = str(9 * LAYER_BYTES)
     model = build()
