@@ -106,12 +106,6 @@ class _Arrivals:
         self.missing = trained  # parameters whose last gradient has not come yet
         self.trained = trained  # parameters that get any
 
-    def note(self, parameter: int) -> None:
-        """Count a gradient."""
-        self.now[parameter] += 1
-        if self.now[parameter] == max(1, self.expected[parameter]):
-            self.missing -= 1
-
     def forget(self) -> None:
         """Reset the counts for the next backward."""
         self.now = [0] * len(self.now)
@@ -170,8 +164,10 @@ class BucketScheduler(Scheduler):
 
     def gradient_counted(self, unit: int, parameter: int) -> tuple[Operation, ...]:
         """Count a gradient of a bucket's parameter; return the reductions that can start, in order."""
-        arrivals = self._arrivals[unit]
-        arrivals.note(parameter)
+        arrivals = self._arrivals[unit]  # here, and not by a method: this runs for every gradient
+        count = arrivals.now[parameter] = arrivals.now[parameter] + 1
+        if count == (arrivals.expected[parameter] or 1):
+            arrivals.missing -= 1
         if arrivals.missing or self.learns or not self.config.reduces_early:
             return ()
         operations: list[Operation] = []
@@ -184,7 +180,7 @@ class BucketScheduler(Scheduler):
     def backward_ends(self) -> tuple[Operation, ...]:
         """End a backward; the next one expects as many gradients."""
         for arrivals in self._arrivals:
-            arrivals.expected = [max(pair) for pair in zip(arrivals.expected, arrivals.now, strict=True)]
+            arrivals.expected = list(map(max, arrivals.expected, arrivals.now))
         self.learns = False
         self._forget_arrivals()
         return super().backward_ends()

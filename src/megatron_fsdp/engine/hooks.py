@@ -82,15 +82,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class _UnitModule(NamedTuple):
-    """A module of a unit: the unit, its index among the unit's modules, and the graph of its forward.
-
-    For the root also the hooks of modules inside, which are taken out while its forward runs.
-    """
+    """A module of a unit: the unit, its index among the unit's modules, and the graph of its forward."""
 
     unit: int
     module_index: int = 0
     watch: ForwardGraph | None = None
-    inside: tuple[_RootForward, ...] = ()
+    inside: tuple[_RootForward, ...] = ()  # of the root: hooks that are taken out while its forward runs
 
 
 def _pre_forward(reference: weakref.ref[Engine], entry: _UnitModule, _module: nn.Module, _args: Any) -> None:
@@ -101,7 +98,7 @@ def _pre_forward(reference: weakref.ref[Engine], entry: _UnitModule, _module: nn
         with outside_of_transforms():
             engine.pre_forward(entry.unit, entry.module_index)
     for each in entry.inside:
-        each.take_out()
+        each.put(back=False)
 
 
 def _post_forward(
@@ -114,7 +111,7 @@ def _post_forward(
         return output  # the pre-hook has raised for it, and this hook is called even so
     if engine.scheduler.forward_depth(unit_index) <= 1:
         for each in entry.inside:
-            each.put_back()
+            each.put(back=True)
     if unit_index in engine.full_units:
         return output
     unit = engine.units[unit_index]
@@ -164,18 +161,14 @@ class _RootForward:
         self._leaves = False  # the hook after the forward is registered
         self._opened: list[bool] = []  # one entry per running call: whether it opened the root's forward
 
-    def take_out(self) -> None:
-        """Take the hook before the forward out of the module, for as long as the root's forward runs."""
+    def put(self, back: bool) -> None:
+        """Put the hook before the forward back into the module, in front of the user's, or take it out."""
         hooks = self._handle.hooks_dict_ref()
-        if hooks is not None:  # else the module was deleted
-            hooks.pop(self._handle.id, None)
-
-    def put_back(self) -> None:
-        """Put the hook back, in front of the user's."""
-        hooks = self._handle.hooks_dict_ref()
-        if hooks is not None:
+        if back and hooks is not None:  # else the module was deleted
             hooks[self._handle.id] = self._hook
             hooks.move_to_end(self._handle.id, last=False)
+        elif hooks is not None:
+            hooks.pop(self._handle.id, None)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         """Begin the root's forward, unless it runs."""
