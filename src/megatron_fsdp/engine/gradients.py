@@ -425,13 +425,8 @@ class GradientBuffers:
             each.counts = False
 
     def _zero_what_does_not_count(self, sums: torch.Tensor) -> None:
-        _zero(
-            [
-                shard_view(self.layout, self.main.region, sums, index)
-                for index, each in enumerate(self.of_parameter)
-                if not each.counts
-            ]
-        )
+        others = [index for index, each in enumerate(self.of_parameter) if not each.counts]
+        _zero([shard_view(self.layout, self.main.region, sums, index) for index in others])
 
     def reduce_outer(
         self,
@@ -584,11 +579,8 @@ class GradientBuffers:
     @property
     def has_unattached(self) -> bool:
         """True if any gradient was accumulated that is not attached as `.grad`."""
-        return (
-            self.has_unreduced_gradient
-            or self.has_partly_reduced
-            or not all(each.attached for each in self.of_parameter)
-        )
+        waits = self.has_unreduced_gradient or self.has_partly_reduced
+        return waits or not all(each.attached for each in self.of_parameter)
 
     def drop_unattached(self, index: int) -> None:
         """Drop the accumulated gradient of one parameter that is not attached as its `.grad` yet."""

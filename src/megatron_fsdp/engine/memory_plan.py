@@ -81,12 +81,8 @@ def plan_weights(
     storages = [_ROOT_STORAGE.get(allocator, WeightStorage.OWN), *of_others]
     if keeps:
         storages = [storage if storage is WeightStorage.SLOT else WeightStorage.OWN for storage in storages]
-    return WeightPlan(
-        storages=tuple(storages),
-        gathered_bytes=tuple(unit.gathered_bytes for unit in units),
-        slots=slots,
-        taken_at_once=keeps or allocator in DOUBLE_BUFFERS,
-    )
+    taken_at_once = keeps or allocator in DOUBLE_BUFFERS
+    return WeightPlan(tuple(storages), tuple(unit.gathered_bytes for unit in units), slots, taken_at_once)
 
 
 _ROOT_STORAGE = {WeightAllocator.RESIZE: WeightStorage.RESIZED, WeightAllocator.SLOTS: WeightStorage.FOR_STEP}
@@ -156,8 +152,6 @@ def prefetch_depth(numel: int, unit_numels: Sequence[int]) -> int:
 
 
 BLOCK_ALIGNMENT_BYTES = 128  # groups that share a borrowed block start at multiples of this
-
-
 OUTER_REDUCTIONS = 2
 """Units whose gradients are in reduction over the outer axis at a time."""
 
@@ -173,8 +167,6 @@ def pack_bytes(lengths_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 GroupPlans = Sequence[GroupPlan]
 """The groups of one unit."""
-
-
 _BUCKETS = 2  # one fills while the other is being reduced
 
 

@@ -165,12 +165,8 @@ class GradientReducer:
 def _in_rows(axis: Axis, received: torch.Tensor, launch: Launch) -> Stage:
     """Make a stage that receives a row of each rank, and sums them here."""
     rows = received.view(axis.num_ranks, -1).unbind()
-
-    def result_into(out: torch.Tensor, factor: float) -> None:
-        add_up_into(rows, out, factor)
-
     result = partial(sum_received, received, axis.num_ranks)
-    return Stage(launch, result, (), result_into, rows)
+    return Stage(launch, result, (), partial(add_up_into, rows), rows)
 
 
 def _native(axis: Axis, full: torch.Tensor, numel: int, average: bool) -> Stage:

@@ -164,17 +164,13 @@ class SyncMode:
         self, *, auto_sync: bool | None = None, is_last_microbatch: bool | None = None, defer_all: bool | None = None
     ) -> Iterator[None]:
         """Change switches inside a block and restore them afterwards."""
-        before = (self.auto_sync, self.is_last_microbatch, self.defer_all)
-        if auto_sync is not None:
-            self.auto_sync = auto_sync
-        if is_last_microbatch is not None:
-            self.is_last_microbatch = is_last_microbatch
-        if defer_all is not None:
-            self.defer_all = defer_all
+        before = dict(vars(self))
+        given = {"auto_sync": auto_sync, "is_last_microbatch": is_last_microbatch, "defer_all": defer_all}
+        vars(self).update({name: value for name, value in given.items() if value is not None})
         try:
             yield
         finally:
-            self.auto_sync, self.is_last_microbatch, self.defer_all = before
+            vars(self).update(before)
 
 
 class Action(Enum):
