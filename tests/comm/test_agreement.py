@@ -251,6 +251,16 @@ def test_who_leaves_a_block_early_is_heard_at_the_next_question_whatever_it_is()
     assert gather_objects(3) == [3, 3, 3]
 
 
+@on_ranks(4)
+def test_an_error_that_one_group_has_raised_is_told_to_the_others() -> None:
+    row, column = grid()
+    error = ConfigurationError("no") if dist.get_rank() < 2 else None
+    with pytest.raises(ConfigurationError) as raised, all_agree("more", [row, column]):
+        raise_together(error, "inner", [row])
+    met = "; ".join(f"rank {rank}: ConfigurationError: no" for rank in (0, 1))
+    assert str(raised.value) == f"more failed ({met})"
+
+
 @on_ranks(2)
 def test_an_error_that_all_have_raised_passes_the_blocks_around_it() -> None:
     for kind in (ConfigurationError, KeyboardInterrupt):
