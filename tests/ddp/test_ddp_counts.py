@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.config.strategy import ShardingStrategy
-from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, Collectives, OpCounts
+from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, Collectives, OpCounts, own_part
 from tests.support.formulas import footprints_of, step_traffic
 from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.zoo import MODEL_CASES
@@ -60,11 +60,13 @@ class Wire(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        if name in ("c10d::allreduce_", "c10d::alltoall_base_", "c10d::_allgather_base_"):
-            sent = args[0][0] if name == "c10d::allreduce_" else args[0]
-            if sent.numel() in NUMELS:
-                kind = "gather" if "gather" in name else "reduce"
-                self.log.append(f"{kind}{NUMELS.index(sent.numel()) + 1}")
+        numel, kind = None, "reduce"
+        if name == "c10d::broadcast_" and (part := own_part(args)) is not None:
+            numel, kind = part.numel() * dist.get_world_size(), "gather"
+        elif name in ("c10d::allreduce_", "c10d::alltoall_base_"):
+            numel = (args[0][0] if name == "c10d::allreduce_" else args[0]).numel()
+        if numel in NUMELS:
+            self.log.append(f"{kind}{NUMELS.index(numel) + 1}")
         return func(*args, **(kwargs or {}))
 
 

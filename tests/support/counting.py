@@ -137,7 +137,10 @@ class OpCounts(TorchDispatchMode):
         namespace, name = func._schema.name.split("::")
         if namespace == "c10d":
             group = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-            self.sent.append(Sent(group.group_name, name, _sent_bytes(name, args, group.size())))
+            if name != "broadcast_":
+                self.sent.append(Sent(group.group_name, name, _sent_bytes(name, args, group.size())))
+            elif own_part(args) is not None:
+                self.sent.append(Sent(group.group_name, GATHER, own_part(args).nbytes * (group.size() - 1)))
         elif name not in _SILENT_OPS:
             tensors = ([leaf.numel() for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in args)
             calls = self.numels.setdefault(func.name().partition("::")[2], [])
@@ -160,6 +163,15 @@ class OpCounts(TorchDispatchMode):
         on_group = [each for each in self.sent if group is not None and each.group == group.group_name]
         found = [each.num_bytes for each in on_group if not names or each.name in names]
         return len(found), sum(found)
+
+
+def own_part(broadcast: Any) -> Any:
+    """The tensor that this rank broadcasts, by the operator's arguments; None: it receives.
+
+    An all-gather on few ranks over gloo is a broadcast by each of them, and counts once: here.
+    """
+    tensors, group, source, *_ = broadcast
+    return tensors[0] if ProcessGroup.unbox(group).rank() == source else None
 
 
 def _sent_bytes(name: str, args: Any, num_ranks: int) -> int:
