@@ -188,14 +188,17 @@ class Axis:
 class _Broadcasts:
     """The work handles of an all-gather that is made of broadcasts."""
 
-    def __init__(self, works: Sequence[dist.Work | None]) -> None:
+    def __init__(self, works: Sequence[dist.Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
         """Block until all have ended."""
         for work in self._works:
-            if work is not None:
-                work.wait()
+            work.wait()
+
+    def get_future(self) -> torch.futures.Future[list[torch.futures.Future[Any]]]:
+        """Return a future that is done when all have ended."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
 def _gather_by_broadcasts(
@@ -206,7 +209,7 @@ def _gather_by_broadcasts(
     if parts and address_of(parts[rank]) != address_of(shard):
         parts[rank].copy_(shard.reshape(-1))
     works = [broadcast(part, group, source, async_op) for source, part in enumerate(parts)]
-    return _Broadcasts(works) if async_op else None
+    return _Broadcasts([work for work in works if work is not None]) if async_op else None
 
 
 # ---- sums of what an exchange brings, in rank order ------------------------------------------------------------------
