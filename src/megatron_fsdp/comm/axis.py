@@ -197,7 +197,7 @@ class _Broadcasts:
             work.wait()
 
     def get_future(self) -> torch.futures.Future[list[torch.futures.Future[Any]]]:
-        """Return a future that is done when all have ended."""
+        """Return a future of the end of all."""
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
