@@ -147,7 +147,7 @@ class Axis:
 
     @cached_property
     def _broadcasts_shards(self) -> bool:
-        """True if each rank broadcasts its shard in place of an all-gather: on few ranks, over gloo."""
+        """True if an all-gather is a broadcast by each rank: on few ranks, over gloo."""
         return self.num_ranks <= _BROADCASTING_RANKS and self.group is not None and backend_of(self.group) == "gloo"
 
     def all_reduce(self, full: torch.Tensor, average: bool = False, async_op: bool = True) -> dist.Work | None:
