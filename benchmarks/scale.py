@@ -235,14 +235,15 @@ def coordinate(planner: Any, writer_of: Callable[[Path], Any], plans: list[SaveP
 def results_of(metadata: Any, plans: Sequence[SavePlan]) -> Iterator[list[WriteResult]]:
     """Yield what each rank reports when it has written its file."""
     assignment = getattr(metadata, "assignment", None)
-    counts = np.zeros(len(plans), int)
-    for writers in () if assignment is None else assignment.writers:
-        counts += np.bincount(writers, minlength=len(counts))
+    counts = np.zeros((2, len(plans)), int)  # the boxes and tensors that each rank wrote
+    known = () if assignment is None else zip(assignment.layouts.tensors, assignment.writers, strict=True)
+    for tensor, writers in known:
+        counts[:, writers] += boxes_of(tensor.shape, tensor.description, len(plans)).counts, np.ones(len(writers), int)
     for rank, plan in enumerate(plans):
         wrote = [WriteResult(item.index, 1500, _StorageInfo(f"__{rank}_0.distcp", 1500, 1500)) for item in plan.items]
         if assignment is not None:
-            sizes = np.full(counts[rank], 1500)
-            seal = (Written(0, sizes, sizes.astype(np.uint64)), {item.index.fqn: "0" * 64 for item in plan.items})
+            extra, sums = np.full(counts[0, rank], 1500, np.uint16), np.full(counts[1, rank], 2**63, np.uint64)
+            seal = (Written(0, extra, sums), {item.index.fqn: "0" * 64 for item in plan.items})
             wrote.append(WriteResult(SEAL, 0, seal))
         yield wrote
 

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -113,14 +114,17 @@ class SealingPlanner(DefaultSavePlanner):
         paths: dict[str, KeyPath] = {}
         for plan in reversed(all_plans):
             paths |= plan.planner_data
-        # torch looks up each key in the paths of one rank after another, so those of the first are those of all.
-        given = [replace(plan, planner_data={} if number else paths) for number, plan in enumerate(all_plans)]
-        plans, metadata = super().create_global_plan(given)
         if self.layouts is None:
-            return plans, metadata
+            # torch looks up each key in the paths of one rank after another, so those of the first are those of all.
+            given = [replace(plan, planner_data={} if number else paths) for number, plan in enumerate(all_plans)]
+            return super().create_global_plan(given)
         assignment = self.layouts.assign([plan.bits for plan in all_plans if isinstance(plan, BitPlan)])
-        plans = [BitPlan(plan.items, bits=bits) for plan, bits in zip(plans, assignment.bits, strict=True)]
-        planned = PlannedMetadata(metadata.state_dict_metadata, metadata.planner_data)
+        writers: dict[str, int] = {}  # of each object, the first rank that has it
+        plans: list[SavePlan] = []
+        for rank, (plan, bits) in enumerate(zip(all_plans, assignment.bits, strict=True)):
+            items = [item for item in plan.items if writers.setdefault(item.index.fqn, rank) == rank]
+            plans.append(BitPlan(items, bits=bits))
+        planned = PlannedMetadata({key: BytesStorageMetadata() for key in writers}, paths)
         planned.assignment = assignment
         return plans, planned
 
@@ -182,7 +186,8 @@ class SealingWriter(FileSystemWriter):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, if it has data, force it to the disk, and add its checksums."""
         results: list[WriteResult] = []
-        written = 0
+        extra: list[int] = []  # bytes of each tensor besides its elements
+        first = written = 0
         if plan.items:
             name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
             with (Path(self.path) / name).open("wb") as stream:
@@ -190,6 +195,8 @@ class SealingWriter(FileSystemWriter):
                     offset, data = stream.tell(), planner.resolve_data(item)
                     if isinstance(data, torch.Tensor):
                         write_archive(_with_own_storage(data), stream)
+                        first = first if extra else offset
+                        extra.append(stream.tell() - offset - data.nbytes)
                         written += data.nbytes
                     else:
                         stream.write(data.getbuffer())
@@ -202,8 +209,10 @@ class SealingWriter(FileSystemWriter):
                 os.fsync(stream.fileno())
         assert isinstance(planner, SealingPlanner)
         seal: Any = (planner.sums, planner.digests)
-        if planner.layouts is not None:
-            seal = (_written(results, planner), planner.digests)
+        if planner.layouts is not None:  # the first rank knows the keys and boxes
+            short = np.array(extra, np.min_scalar_type(max(extra, default=0)))
+            sums = np.array(list(planner.sums.values()), np.uint64)
+            seal = (Written(first, short, sums), planner.digests)
             results = [found for found in results if found.index.fqn not in planner.layouts.keys]
         done: Future[list[WriteResult]] = Future()
         done.set_result([*results, WriteResult(SEAL, 0, seal)])
@@ -226,7 +235,7 @@ class SealingWriter(FileSystemWriter):
             names = [f"__{rank}_0{DEFAULT_SUFFIX}" for rank in range(len(seals))]
             partial = Path(self.path) / f"{METADATA}.tmp"
             with partial.open("wb") as stream:
-                metadata.dump(names, metadata.assignment.places(of_tensors), stream)
+                metadata.dump(names, of_tensors, stream)
             files.sync(partial)
             files.rename(partial, Path(self.path) / METADATA)
             return
@@ -242,15 +251,6 @@ class SealingWriter(FileSystemWriter):
         objects = {key: digest for _, digests in seals for key, digest in digests.items()}
         facts = {"megatron_fsdp": __version__, "torch": str(torch.__version__), "ranks": len(seals)}
         FileOps().write_file(Path(self.path) / manifest.FILE_NAME, Manifest(tensors, objects, facts).to_json())
-
-
-def _written(results: Sequence[WriteResult], planner: SealingPlanner) -> Written:
-    """Return the sizes and checksums of the boxes in this rank's file; the first rank knows their keys."""
-    assert planner.layouts is not None
-    found = [each for each in results if each.index.fqn in planner.layouts.keys]
-    sums = [planner.sums.pop(each.index.fqn, 0) for each in found]
-    lengths = np.array([each.size_in_bytes for each in found], np.int64)
-    return Written(found[0].storage_data.offset if found else 0, lengths, np.array(sums, np.uint64))
 
 
 def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:

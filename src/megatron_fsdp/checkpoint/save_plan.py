@@ -76,10 +76,23 @@ class Boxes:
 
     @functools.cached_property
     def numel(self) -> Integers:
-        """Elements of each row."""
-        found = np.zeros(len(self.holders), np.int64)
-        np.add.at(found, self.row, self.lengths.prod(axis=1))
-        return found
+        """Elements of each box."""
+        return self.lengths.prod(axis=1)
+
+    @functools.cached_property
+    def used(self) -> Integers:
+        """The rows that have boxes."""
+        return self.row[self.first]
+
+    @functools.cached_property
+    def first(self) -> Integers:
+        """The first box of each used row; those of a row are neighbours."""
+        return np.flatnonzero(np.diff(self.row, prepend=-1))
+
+    @functools.cached_property
+    def counts(self) -> Integers:
+        """The boxes of each used row."""
+        return np.diff(self.first, append=len(self.row))
 
 
 class Layouts:
@@ -112,23 +125,23 @@ class Layouts:
 
     def assign(self, bits: Sequence[bytes]) -> Assignment:
         """Choose the rank that writes each row: of those that have it, the one with the fewest bytes so far."""
-        packed = np.frombuffer(b"".join(bits), np.uint8).reshape(self.num_ranks, -1)
-        has = np.unpackbits(packed, axis=1, count=len(self.tensors)).view(np.bool_)
+        has = np.frombuffer(b"".join(bits), np.uint8).reshape(self.num_ranks, -1).T.copy()
         writes, load = np.zeros_like(has), np.zeros(self.num_ranks, np.int64)
         writers = []
         for index, tensor in enumerate(self.tensors):
             boxes = boxes_of(tensor.shape, tensor.description, self.num_ranks)
-            able = has[boxes.holders, index]
-            cost = np.where(able, load[boxes.holders], np.iinfo(np.int64).max)
-            writer = np.take_along_axis(boxes.holders, cost.argmin(axis=1)[:, None], axis=1)[:, 0]
-            used = np.unique(boxes.row)
-            if not able.any(axis=1)[used].all() or boxes.numel.sum() != math.prod(tensor.shape):
+            place, bit = index // 8, np.uint8(128 >> index % 8)
+            holders = boxes.holders[boxes.used]
+            able = (has[place] & bit).astype(np.bool_)[holders]
+            if not able.any(axis=1).all() or boxes.numel.sum() != math.prod(tensor.shape):
                 raise CheckpointError(f"{tensor.key} is not whole: no rank holds some of its elements")
-            load[writer[used]] += np.maximum(boxes.numel[used] * tensor.properties.dtype.itemsize, 1)
-            writes[writer[used], index] = True
-            writers.append(writer[boxes.row])
-        rows = np.packbits(writes, axis=1)
-        return Assignment(self, tuple(writers), tuple(row.tobytes() for row in rows))
+            cost = np.where(able, load[holders], np.iinfo(np.int64).max)
+            writer = np.take_along_axis(holders, cost.argmin(axis=1)[:, None], axis=1)[:, 0]
+            numel = np.add.reduceat(boxes.numel, boxes.first)
+            load[writer] += np.maximum(numel * tensor.properties.dtype.itemsize, 1)
+            writes[place, writer] |= bit
+            writers.append(writer.astype(np.int32))
+        return Assignment(self, tuple(writers), tuple(row.tobytes() for row in writes.T))
 
 
 def _tensors_of(
@@ -203,8 +216,8 @@ class Written:
     """The tensors that one rank wrote, in the order of its file."""
 
     first: int  # the byte of the file at which its tensors begin
-    lengths: Integers  # bytes of each box
-    sums: npt.NDArray[np.uint64]  # the checksum of a tensor stands at its first box, and 0 at its others
+    extra: npt.NDArray[np.unsignedinteger[Any]]  # bytes of each box besides its elements
+    sums: npt.NDArray[np.uint64]  # the checksum of its part of each tensor
 
 
 @dataclass(frozen=True)
@@ -212,51 +225,42 @@ class Assignment:
     """The rank that writes each box."""
 
     layouts: Layouts
-    writers: tuple[Integers, ...]  # of each box of each tensor
+    writers: tuple[npt.NDArray[np.int32], ...]  # of each used row of each tensor
     bits: tuple[bytes, ...]  # of each rank, the tensors that it writes
-
-    def places(self, written: Sequence[Written]) -> Places:
-        """Compute where the boxes are in the files."""
-        counts = [len(each.lengths) for each in written]
-        start = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
-        before = np.zeros(start[-1] + 1, np.int64)  # bytes of all boxes before each one
-        lengths = np.concatenate([each.lengths for each in written])
-        np.cumsum(lengths, out=before[1:])
-        first = np.array([each.first for each in written], np.int64) - before[start[:-1]]
-        return Places(self, start, lengths, before, first)
-
-    def indices(self, start: Integers) -> Iterator[Integers]:
-        """Yield, for each tensor, the positions of its boxes among those of all ranks, rank by rank."""
-        at = start[:-1].copy()
-        for writer in self.writers:
-            number = np.arange(len(writer))
-            is_first = np.concatenate(([True], writer[1:] != writer[:-1]))[: len(writer)]
-            yield at[writer] + number - np.maximum.accumulate(np.where(is_first, number, 0))
-            at += np.bincount(writer, minlength=len(at))
-        if not np.array_equal(at, start[1:]):
-            raise CheckpointError("ranks wrote other tensors than was planned; save again")
 
     def totals(self, written: Sequence[Written]) -> list[int]:
         """Return the checksum of each tensor."""
-        start = np.concatenate(([0], np.cumsum([len(each.sums) for each in written], dtype=np.int64)))
-        sums = np.concatenate([each.sums for each in written])
-        return [int(sums[index].sum(dtype=np.uint64)) for index in self.indices(start)]
+        at, sums = _joined([each.sums for each in written])
+        found = []
+        for writer in self.writers:
+            found.append(int(sums[at[writer]].sum(dtype=np.uint64)))
+            at[writer] += 1
+        return found
+
+    def places(
+        self, boxes_of_all: Sequence[Boxes], written: Sequence[Written]
+    ) -> Iterator[tuple[SavedTensor, Boxes, Integers, Integers, Integers]]:
+        """Yield each tensor and its boxes, and of each box the rank that wrote it, and its bytes in the file."""
+        at, extra = _joined([each.extra for each in written])
+        stop, end = at[1:].copy(), np.array([each.first for each in written], np.int64)
+        for tensor, boxes, writer in zip(self.layouts.tensors, boxes_of_all, self.writers, strict=True):
+
+            def spread(of_rows: npt.NDArray[Any], boxes: Boxes = boxes) -> Integers:
+                return np.repeat(of_rows, boxes.counts)
+
+            index = spread(at[writer] - boxes.first) + np.arange(len(boxes.row))
+            lengths = boxes.numel * tensor.properties.dtype.itemsize + extra[index]
+            before = np.cumsum(lengths) - lengths
+            yield tensor, boxes, spread(writer), before + spread(end[writer] - before[boxes.first]), lengths
+            at[writer] += boxes.counts
+            end[writer] += np.add.reduceat(lengths, boxes.first)
+        if not np.array_equal(at[:-1], stop):
+            raise CheckpointError("ranks wrote other tensors than was planned; save again")
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where the boxes of all ranks are in their files."""
-
-    assignment: Assignment
-    start: Integers  # number of the first box of each rank
-    lengths: Integers  # bytes of each box
-    before: Integers  # bytes of all boxes before it, on all ranks
-    first: Integers  # of each rank; added to `before`, it gives the offset of a box in the rank's file
-
-    def of_tensors(self) -> Iterator[tuple[Integers, Integers]]:
-        """Yield offsets and lengths of the boxes of each tensor."""
-        for writer, index in zip(self.assignment.writers, self.assignment.indices(self.start), strict=True):
-            yield self.first[writer] + self.before[index], self.lengths[index]
+def _joined(parts: Sequence[npt.NDArray[Any]]) -> tuple[Integers, npt.NDArray[Any]]:
+    """Join arrays; also return where each begins, and where the last one ends."""
+    return np.cumsum([0, *map(len, parts)], dtype=np.int64), np.concatenate(parts)
 
 
 class PlannedMetadata(Metadata):
@@ -268,52 +272,63 @@ class PlannedMetadata(Metadata):
         """Pickle as empty metadata, since torch sends those of a finished save to all ranks, and none reads them."""
         return Metadata, ({},)
 
-    def dump(self, names: Sequence[str], places: Places, stream: IO[bytes]) -> None:
+    def dump(self, names: Sequence[str], written: Sequence[Written], stream: IO[bytes]) -> None:
         """Write all metadata to a stream as torch pickles them; `names` are the ranks' files."""
         tensors = self.assignment.layouts.tensors
         boxes = [boxes_of(each.shape, each.description, len(names)) for each in tensors]
-        described = {
-            each.key: TensorStorageMetadata(each.properties, torch.Size(each.shape), _Chunks(found))  # type: ignore[arg-type]
+        described: Any = {
+            each.key: TensorStorageMetadata(each.properties, torch.Size(each.shape), found)  # type: ignore[arg-type]
             for each, found in zip(tensors, boxes, strict=True)
         }
-        rows = zip(tensors, boxes, self.assignment.writers, places.of_tensors(), strict=True)
-        storage: Any = _Storage(self.storage_data, names, ((each.key, *rest) for each, *rest in rows))
+        storage: Any = _Storage(self.storage_data, names, self.assignment.places(boxes, written))
         paths = {each.key: each.path for each in tensors} | (self.planner_data or {})
-        whole = Metadata({**self.state_dict_metadata, **described}, paths, storage, self.storage_meta, self.version)
+        whole = Metadata(described | self.state_dict_metadata, paths, storage, self.storage_meta, self.version)
         _MetadataPickler(stream).dump(whole)
-
-
-@dataclass(frozen=True)
-class _Chunks:
-    boxes: Boxes
 
 
 @dataclass(frozen=True)
 class _Storage:
     objects: Mapping[MetadataIndex, Any]
     names: Sequence[str]
-    rows: Iterable[Any]  # key, boxes, writers, (offsets, lengths) of each tensor
+    rows: Iterable[Any]  # of each tensor: it, its boxes, and their writers, offsets and lengths
 
 
 class _MetadataPickler(pickle._Pickler):
-    """A pickler that writes the lists of chunks and the dict of places from arrays, without an object for each box."""
+    """A pickler that writes the lists of chunks and the dict of places from arrays, without an object for each box.
+
+    Tensors that are cut alike share the list of chunks, and the places refer to its offsets.
+    """
 
     memo: dict[int, Any]
     save: Callable[[Any], None]
-    write: Callable[[bytes], object]
+    write: Callable[[Any], object]
     get: Callable[[int], bytes]
+    put: Callable[[int], bytes]
 
     def __init__(self, stream: IO[bytes]) -> None:
         super().__init__(stream, protocol=3)  # from 4 on, what is written is collected in frames
-        self._chunks: dict[int, bytes] = {}
+        self._count = 0  # numbers of the memo that are taken
+        self._offsets: dict[int, npt.NDArray[np.uint32]] = {}  # the numbers of the offsets of boxes
 
-    def save_chunks(self, found: _Chunks) -> None:
+    def memoize(self, obj: object) -> None:
+        """Store the object that was just written in the memo of the reader."""
+        self.write(self.put(self._count))
+        self.memo[id(obj)] = self._count, obj
+        self._count += 1
+
+    def save_boxes(self, boxes: Boxes) -> None:
         """Write a list of `ChunkStorageMetadata`."""
-        boxes = found.boxes
-        if id(boxes) not in self._chunks:  # of all tensors that are cut alike
-            fields = {"offsets": self._size(boxes.offsets), "sizes": self._size(boxes.lengths)}
-            self._chunks[id(boxes)] = _rows(len(boxes.offsets), self._object(ChunkStorageMetadata, fields))
-        self.write(pickle.EMPTY_LIST + pickle.MARK + self._chunks[id(boxes)] + pickle.APPENDS)
+        for each in (*_names.values(), torch.Size, ChunkStorageMetadata, MetadataIndex, _StorageInfo):
+            self._reference(each)  # early, since small numbers take one byte
+        self.write(pickle.EMPTY_LIST)
+        self.memoize(boxes)
+        numbers = self._offsets[id(boxes)] = np.arange(self._count, self._count + len(boxes.row), dtype="<u4")
+        self._count += len(boxes.row)
+        offsets = [*self._size(boxes.offsets), _column(pickle.LONG_BINPUT, numbers)]
+        fields = {"offsets": offsets, "sizes": self._size(boxes.lengths)}
+        self.write(pickle.MARK)
+        self.write(_rows(len(boxes.row), self._object(ChunkStorageMetadata, fields)))
+        self.write(pickle.APPENDS)
 
     def save_storage(self, found: _Storage) -> None:
         """Write a dict of `_StorageInfo` by `MetadataIndex`."""
@@ -321,11 +336,12 @@ class _MetadataPickler(pickle._Pickler):
         for name in found.names:
             self._reference(name)
         memo = np.array([self.memo[id(name)][0] for name in found.names], "<u4")
-        for key, boxes, writers, (offsets, lengths) in found.rows:
-            place = {"fqn": [self._reference(key)], "offset": self._size(boxes.offsets), "index": [pickle.NONE]}
+        for tensor, boxes, writers, offsets, lengths in found.rows:
+            offset = [_column(pickle.LONG_BINGET, self._offsets[id(boxes)])]
             file = [_column(pickle.LONG_BINGET, memo[writers])]
             info = {"relative_path": file, "offset": [_integers(offsets)], "length": [_integers(lengths)]}
-            row = [*self._object(MetadataIndex, place), *self._object(_StorageInfo, info)]
+            row = self._object(MetadataIndex, {"fqn": [self._reference(tensor.key)], "offset": offset})
+            row += self._object(_StorageInfo, info)
             self.write(pickle.MARK)
             self.write(_rows(len(writers), row))
             self.write(pickle.SETITEMS)
@@ -348,12 +364,12 @@ class _MetadataPickler(pickle._Pickler):
 
     dispatch: ClassVar[dict[type, Any]] = {
         **pickle._Pickler.dispatch,
-        _Chunks: save_chunks,
+        Boxes: save_boxes,
         _Storage: save_storage,
     }
 
 
-_names = {name: name for name in ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length")}
+_names = {name: name for name in ("offsets", "sizes", "fqn", "offset", "relative_path", "length")}
 """One object for each name, since a pickler finds written objects by their identity."""
 
 
@@ -370,7 +386,7 @@ def _column(operation: bytes, arguments: npt.NDArray[Any]) -> npt.NDArray[np.uin
     return np.concatenate((code, raw), axis=1)
 
 
-def _rows(count: int, parts: Sequence[bytes | npt.NDArray[np.uint8]]) -> bytes:
+def _rows(count: int, parts: Sequence[bytes | npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
     """Join parts, each the same in every row or a column, to the bytes of all rows."""
     template = b"".join(part if isinstance(part, bytes) else bytes(part.shape[1]) for part in parts)
     rows = np.tile(np.frombuffer(template, np.uint8), (count, 1))
@@ -380,4 +396,4 @@ def _rows(count: int, parts: Sequence[bytes | npt.NDArray[np.uint8]]) -> bytes:
         if not isinstance(part, bytes):
             rows[:, place : place + width] = part
         place += width
-    return rows.tobytes()
+    return rows
