@@ -16,7 +16,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.counting import counting
 from megatron_fsdp import fully_shard
+from megatron_fsdp.checkpoint import Checkpointer
 from megatron_fsdp.checkpoint.checkpointer import collect
 from megatron_fsdp.checkpoint.manifest import Manifest
 from megatron_fsdp.checkpoint.naming import flatten
@@ -46,6 +48,22 @@ def trained(sizes: tuple[int, int], strategy: int) -> tuple[nn.Module, torch.opt
     optimizer.step()
     optimizer.zero_grad()
     return wrapped, optimizer
+
+
+ASSIGN = Layouts.assign
+
+
+class Counters:
+    """Something of the caller's that is saved too."""
+
+    def __init__(self, state: dict[str, int]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = dict(state)
 
 
 def described(folder: Path) -> dict[str, Any]:
@@ -102,6 +120,36 @@ def test_replicas_share_the_writing() -> None:
     items = len(planner.finish_plan(own).items)
     assert items >= len(own.items)
     assert len(pickle.dumps(own)) < 2000
+
+
+@on_ranks(4)
+def test_the_plan_of_the_last_save_holds_while_nothing_changes(tmp_path: Path) -> None:
+    """A second save plans nothing and sends less, another object is planned anew, and all have the saved values."""
+    model, optimizer = trained((2, 2), 3)
+    extra = {"counters": Counters({"seen": 1})}
+    found = []
+    with Checkpointer(tmp_path) as checkpoints, mock.patch.object(Layouts, "assign", autospec=True) as assign:
+        assign.side_effect = ASSIGN
+        for iteration in range(1, 5):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.fill_(float(iteration))
+            if iteration == 4:
+                extra["counters"].state["also"] = 2  # on all ranks, and another path
+            with counting() as seen:
+                checkpoints.save(iteration, model, optimizer, extra=extra)
+            found.append((seen.object_bytes, assign.call_count))
+        planned, repeated = found[0][0], found[1][0]
+        assert [calls for _, calls in found] == ([1, 1, 1, 2] if dist.get_rank() == 0 else [0] * 4)
+        assert planned - repeated > (600 if dist.get_rank() == 0 else 200)
+        assert found[2][0] == repeated < found[3][0]
+        for iteration in (3, 2, 4):
+            read = {"counters": Counters({"seen": 0})}
+            checkpoints.load(model, optimizer, iteration=iteration, extra=read)
+            assert all(bool((param.to_local() == iteration).all()) for param in model.parameters())
+            assert read["counters"].state == {"seen": 1} | ({"also": 2} if iteration == 4 else {})
+    names = [tmp_path / f"iter_000000{iteration}" for iteration in (1, 3)]
+    assert described(names[0]) == described(names[1])
 
 
 @on_ranks(2)

@@ -19,6 +19,7 @@ from megatron_fsdp.checkpoint.naming import ITERATION, MODEL, OPTIMIZER, Extras
 from megatron_fsdp.checkpoint.optimizer_state import as_extra
 from megatron_fsdp.checkpoint.report import LoadReport, check_group, together
 from megatron_fsdp.checkpoint.save import write_state
+from megatron_fsdp.checkpoint.save_plan import LastPlan
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.comm.agreement import agreed, all_agree, over
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -67,6 +68,7 @@ class Checkpointer:
             facts |= {"keep_last": repr(keep_last), "in_background": str(bool(in_background))}
         self._group = group
         self._is_in_background, self._is_closed = bool(in_background), False
+        self._last = LastPlan()
         # Made by the first save: the group that it needs can be made only once ranks agree that they need it.
         self._saver: BackgroundSaver | None = None
 
@@ -119,7 +121,10 @@ class Checkpointer:
 
         def write(state: Mapping[str, Any], group: dist.ProcessGroup | None) -> Path:
             return self.store.write(
-                iteration, lambda folder: write_state(state, folder, group), overwrite=overwrite, group=group
+                iteration,
+                lambda folder: write_state(state, folder, group, last=self._last),
+                overwrite=overwrite,
+                group=group,
             )
 
         if not self._is_in_background:

@@ -48,7 +48,7 @@ from megatron_fsdp.checkpoint.folder import METADATA
 from megatron_fsdp.checkpoint.manifest import Manifest, TensorSeal, checksum_box, combine
 from megatron_fsdp.checkpoint.naming import flatten
 from megatron_fsdp.checkpoint.report import in_short
-from megatron_fsdp.checkpoint.save_plan import BitPlan, Layouts, PlannedMetadata, Written
+from megatron_fsdp.checkpoint.save_plan import BitPlan, LastPlan, Layouts, PlannedMetadata, Written
 from megatron_fsdp.checkpoint.store import FileOps
 from megatron_fsdp.comm.agreement import by_value, world_size_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, text_of
@@ -74,12 +74,17 @@ class SealingPlanner(DefaultSavePlanner):
     A state of sources has the keys of `paths`. Entries of several ranks are taken from the first of them.
     """
 
-    def __init__(self, paths: Mapping[str, KeyPath] | None = None, layouts: Layouts | None = None) -> None:
+    def __init__(
+        self,
+        paths: Mapping[str, KeyPath] | None = None,
+        layouts: Layouts | None = None,
+        last: LastPlan | None = None,
+    ) -> None:
         super().__init__(dedup_save_to_lowest_rank=paths is not None)
         self.layouts = layouts  # of all tensors, if every rank knows them
         self.sums: dict[str, int] = {}  # over the chunks of each tensor that this rank writes
         self.digests: dict[str, str] = {}  # SHA-256 of each object
-        self._paths = paths
+        self._paths, self._last = paths, last or LastPlan()
         self._readable: set[str] = set()
 
     def set_up_planner(
@@ -95,6 +100,8 @@ class SealingPlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Plan all that this rank could write; a tensor that every rank knows takes one bit of the message."""
+        if self.layouts is not None and self.layouts.are_as_before:
+            return BitPlan([])
         plan = super().create_local_plan()
         if self.layouts is None:
             return plan
@@ -110,6 +117,9 @@ class SealingPlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Merge the plans of all ranks, with the paths of every rank's keys."""
+        if self.layouts is not None and self.layouts.are_as_before:
+            assert self._last.metadata is not None, "the first rank made the last plan"
+            return all_plans, self._last.metadata
         _require_alike(all_plans)
         paths: dict[str, KeyPath] = {}
         for plan in reversed(all_plans):
@@ -125,14 +135,17 @@ class SealingPlanner(DefaultSavePlanner):
             items = [item for item in plan.items if writers.setdefault(item.index.fqn, rank) == rank]
             plans.append(BitPlan(items, bits=bits))
         planned = PlannedMetadata({key: BytesStorageMetadata() for key in writers}, paths)
-        planned.assignment = assignment
+        planned.assignment, self._last.metadata = assignment, planned
         return plans, planned
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Add the tensors that this rank writes."""
         if self.layouts is not None and isinstance(new_plan, BitPlan):
-            items = [item for key in self.layouts.keys_of(new_plan.bits) for item in self._own[key]]
-            new_plan = replace(new_plan, items=[*new_plan.items, *items])
+            if not self.layouts.are_as_before:
+                items = [item for key in self.layouts.keys_of(new_plan.bits) for item in self._own[key]]
+                self._last.own = replace(new_plan, items=[*new_plan.items, *items])
+            assert self._last.own is not None, "ranks agree that they made the last plan"
+            new_plan = replace(self._last.own, storage_data=new_plan.storage_data)
         return super().finish_plan(new_plan)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -296,17 +309,20 @@ def write_state(
     *,
     paths: Mapping[str, KeyPath] | None = None,
     progress: Callable[[int], None] | None = None,
+    last: LastPlan | None = None,
 ) -> None:
     """Write a nested state with its manifest into a folder, which the caller makes and publishes; collective.
 
     Tensors that are not in memory are sources in the state, read when they are written. `paths` are the places of keys
     in the nested state if `state` is flat (empty: keys are not nested); boxes of several ranks are then the first
-    rank's.
+    rank's. `last` is that of the run, by which the next save of the same tensors and objects needs no plan.
     """
     if group is None and not dist.is_initialized():
         _require_whole(state)
-    layouts = Layouts.agreed(state, group) if paths is None and world_size_of(group) > 1 else None
-    writer, planner = SealingWriter(folder, progress), SealingPlanner(paths, layouts)
+    last = LastPlan() if last is None else last
+    layouts = Layouts.agreed(state, group, last) if paths is None and world_size_of(group) > 1 else None
+    last.facts = b""  # until the save is done on all ranks
+    writer, planner = SealingWriter(folder, progress), SealingPlanner(paths, layouts, last)
     try:
         if world_size_of(group) == 1:
             save_alone(state, storage_writer=writer, planner=planner)
@@ -316,6 +332,7 @@ def write_state(
         if writer.met is not None and not isinstance(writer.met, Exception):
             raise writer.met from error
         raise in_short(error, f"writing {folder}") from error
+    last.facts = b"" if layouts is None else layouts.facts
 
 
 # ---- entries that are read when they are written ---------------------------------------------------------------------

@@ -3,7 +3,8 @@
 torch's planner gathers a description of every box of every rank. Where all ranks hold the same tensors, cut over the
 same ranks, the boxes of all ranks follow from the layouts that each of them has. So a rank sends one bit for each
 tensor, set if it could write some of it, and receives one bit for each tensor, set if it has to. The first rank keeps
-boxes as arrays of numbers, and writes the metadata from these arrays, tensor by tensor.
+boxes as arrays of numbers, and writes the metadata from these arrays, tensor by tensor. Where nothing has changed since
+the last save, its plan holds, and nothing of it is sent.
 """
 
 from __future__ import annotations
@@ -100,19 +101,30 @@ class Layouts:
 
     def __init__(self, tensors: Sequence[SavedTensor], num_ranks: int) -> None:
         self.tensors, self.num_ranks = tuple(tensors), num_ranks
+        self.facts, self.are_as_before = b"", False  # what this rank's plan follows from; True if the last one holds
         self.keys = {tensor.key: index for index, tensor in enumerate(self.tensors)}
 
     @classmethod
-    def agreed(cls, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> Layouts | None:
+    def agreed(
+        cls, state: Mapping[str, Any], group: dist.ProcessGroup | None, last: LastPlan | None = None
+    ) -> Layouts | None:
         """Return the layouts of a nested state if they are the same on every rank, else None; collective."""
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        digest, facts, found = None, b"", None
         try:
-            tensors = _tensors_of(*flatten(state), ranks)
+            leaves, paths = flatten(state)
+            found = _tensors_of(leaves, paths, ranks)
         except Exception:  # noqa: BLE001 - the planner meets it as well, and all ranks raise it
-            tensors = None
-        digest = None if tensors is None else hashlib.sha256(repr(tensors).encode()).digest()
-        is_known = len(set(gather_objects(digest, group))) == 1 and tensors is not None
-        return cls(tensors, len(ranks)) if is_known and tensors is not None else None
+            found = None
+        if found is not None:
+            digest = hashlib.sha256(repr(found).encode()).digest()
+            facts = hashlib.sha256(digest + repr(sorted(paths.items())).encode()).digest()
+        told = gather_objects((digest, last is not None and facts == last.facts), group)
+        if found is None or {other for other, _ in told} != {digest}:
+            return None
+        layouts = cls(found, len(ranks))
+        layouts.facts, layouts.are_as_before = facts, all(is_same for _, is_same in told)
+        return layouts
 
     def bits_of(self, keys: Any) -> bytes:
         """Return a bit for each tensor, set if its key is one of these."""
@@ -142,6 +154,15 @@ class Layouts:
             writes[place, writer] |= bit
             writers.append(writer.astype(np.int32))
         return Assignment(self, tuple(writers), tuple(row.tobytes() for row in writes.T))
+
+
+@dataclass
+class LastPlan:
+    """The plan of the last save that was finished, for one of the same tensors and objects."""
+
+    facts: bytes = b""  # as of `Layouts`
+    own: SavePlan | None = None  # of this rank
+    metadata: PlannedMetadata | None = None  # on the first rank
 
 
 def _tensors_of(
