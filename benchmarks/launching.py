@@ -43,7 +43,6 @@ def measure_on_ranks(
     cores. `simulated_ranks` is the size of the job that one process pretends to be the first rank of; 0: none.
     """
     os.environ.update(rank_environment(os.environ, ranks, count_cores()))
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop are no news
     share = int(os.environ["OMP_NUM_THREADS"]) if threads is None else threads
     job = (function, request, share, simulated_ranks)
     return run_on_local_ranks(_measure_here, job, ranks, device_type, _LIMIT_S)

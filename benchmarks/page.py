@@ -41,7 +41,7 @@ _METHOD = f"""\
   collectives of strategies 0 and 3 without any training: what the back end itself takes.
 - A ratio is the median over rounds of two contenders' times in the same round. Wall time is the slowest rank's.
 - A speed counts only if the losses of every step equal those of one process on the whole batch to six digits.
-- Held and peak are live bytes on the rank with most, between steps and during one, everything included.
+- Held are the bytes of tensors between steps, on the rank with most; the peak adds what the allocator sees in a step.
 
 [All tables](../{TABLES}), with quartiles, counts and the commits of each run, are in the repository;
 `make bench ARGS="--publish"` makes them and this page anew, and a test compares both with the results.

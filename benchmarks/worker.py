@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.contenders import Contender, Setting, build_contender, make_optimizer
 from benchmarks.counting import collectives_by_group
@@ -23,7 +24,8 @@ from benchmarks.report import LiveBytes, RankReading, Request, RunReading
 from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
 from megatron_fsdp.comm.axis import Traffic
 
-_MEASURED_STEP = "benchmark: the step whose peak counts"
+_MEASURED_ACTS = 3
+"""Steps whose highest peak counts: what the threads of gloo still hold differs a little."""
 
 
 @dataclass
@@ -217,30 +219,49 @@ def _settle(contender: Contender, microbatches: Sequence[Microbatch]) -> None:
 def live_host_bytes(
     build: Callable[[], _Found], act: Callable[[_Found], object], hidden: Callable[[_Found], int] = lambda _: 0
 ) -> LiveBytes:
-    """Return the live bytes of an act by the profiler, with those of what is built for it, and without earlier ones.
+    """Return the live bytes of what is built, and of an act: the most of several, after each operator of torch.
 
-    It does not see what the threads of gloo free, such as what a collective has kept until it was over. What it takes
-    for held after the step and is not is taken off the peak: all of it, so that no contender looks worse than it is.
-    `hidden`: bytes of what was built that no Python object holds.
+    The first are those of tensors, without earlier ones, and of `hidden`: what no Python object holds. What the act
+    adds is read from the allocator, which sees the memory of gloo's threads and of the back ends as well.
     """
     before = _bytes_of_tensors()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        built = build()
-        with record_function(_MEASURED_STEP):
+    built = build()
+    gc.collect()
+    held = _bytes_of_tensors() - before + hidden(built)
+    added = []
+    for _ in range(_MEASURED_ACTS):
+        dist.barrier()
+        with _HeapPeak() as heap:
             act(built)
-        gc.collect()
-        alive = _bytes_of_tensors() - before + hidden(built)
-    assert profiler.profiler is not None
-    results = profiler.profiler.kineto_results
-    assert results is not None
-    held = peak = 0
-    measuring = False
-    for event in sorted(results.events(), key=lambda event: event.start_ns()):
-        measuring = measuring or event.name() == _MEASURED_STEP
-        held += event.nbytes() if event.name() == "[memory]" else 0
-        peak = max(peak, held) if measuring else held
-    missed = max(held - alive, 0)
-    return LiveBytes(held - missed, peak - missed)
+        added.append(heap.peak - heap.before)
+    return LiveBytes(held, held + max(added))
+
+
+class _AllocatorState(ctypes.Structure):
+    """`struct mallinfo2` of glibc: ten sizes."""
+
+    _fields_: ClassVar = [("sizes", ctypes.c_size_t * 10)]
+
+
+def _heap_bytes() -> int:
+    """Return the bytes that this process has allocated and not freed: those mapped by themselves, and of arenas."""
+    read = ctypes.CDLL(None).mallinfo2
+    read.restype = _AllocatorState
+    *_, mapped, _, _, in_arenas, _, _ = read().sizes
+    return int(mapped + in_arenas)
+
+
+class _HeapPeak(TorchDispatchMode):
+    """The most bytes that are allocated after any operator inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without hints
+        self.before = self.peak = _heap_bytes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.peak = max(self.peak, _heap_bytes())
+        return result
 
 
 def _bytes_of_tensors() -> int:

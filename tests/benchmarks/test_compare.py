@@ -25,6 +25,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.operators import Moved
 from benchmarks.report import LiveBytes, RankReading, RunReading, disagreements, document
+from benchmarks.worker import live_host_bytes
 from benchmarks.workloads import WORKLOADS, make_batch
 from megatron_fsdp import optional_packages
 from megatron_fsdp.comm.axis import Traffic
@@ -179,3 +180,17 @@ def test_both_muons_train_alike() -> None:
     ours, gathered = ([job.step([batch]).item() for batch in batches] for job in jobs)
     assert ours == pytest.approx(gathered, rel=1e-4)
     assert len(set(ours)) == 3
+
+
+@on_ranks(1)
+def test_live_bytes_are_of_what_is_built_and_of_the_most_that_an_act_adds() -> None:
+    megabyte = 2**20
+
+    def act(built: torch.Tensor) -> None:
+        for megabytes in (3, 8, 2):
+            torch.empty(megabytes * megabyte, dtype=torch.uint8).fill_(1)
+        built.add_(1)
+
+    found = live_host_bytes(lambda: torch.zeros(5 * megabyte, dtype=torch.uint8), act, lambda _: 7)
+    assert found.persistent == 5 * megabyte + 7
+    assert found.peak - found.persistent == pytest.approx(8 * megabyte, abs=megabyte / 4)
