@@ -328,7 +328,7 @@ class MegatronFSDP(nn.Module):
     @property
     def is_param_fsdp_distributed(self) -> bool:
         """True if modules hold sharded parameters; False inside their forward and backward."""
-        return not self._engine.full_units and not any(unit.is_unsharded for unit in self._engine.units)
+        return not self._engine.units_in_full_context and not any(unit.is_unsharded for unit in self._engine.units)
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """Return the index of mesh and process groups."""

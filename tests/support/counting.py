@@ -1,10 +1,12 @@
 """What really runs and what is alive, seen by dispatch modes: operators, collectives, and bytes at a peak and now."""
 
 import gc
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple, Self
 from unittest.mock import patch
 
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from megatron_fsdp.comm import axis
 from megatron_fsdp.comm.axis import Traffic
 from tests.support.settling import steady
 
@@ -137,7 +140,7 @@ class OpCounts(TorchDispatchMode):
         namespace, name = func._schema.name.split("::")
         if namespace == "c10d":
             group = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-            if name != "broadcast_":
+            if name != "broadcast_" or not is_of_gather():
                 self.sent.append(Sent(group.group_name, name, _sent_bytes(name, args, group.size())))
             elif own_part(args) is not None:
                 self.sent.append(Sent(group.group_name, GATHER, own_part(args).nbytes * (group.size() - 1)))
@@ -166,12 +169,20 @@ class OpCounts(TorchDispatchMode):
 
 
 def own_part(broadcast: Any) -> Any:
-    """The tensor that this rank broadcasts, by the operator's arguments; None: it receives.
+    """The part of an all-gather that this rank broadcasts, by the operator's arguments; None: it receives.
 
     An all-gather on few ranks over gloo is a broadcast by each of them, and counts once: here.
     """
     tensors, group, source, *_ = broadcast
     return tensors[0] if ProcessGroup.unbox(group).rank() == source else None
+
+
+def is_of_gather() -> bool:
+    """Whether what is dispatched now is one of the broadcasts of an all-gather."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not axis._gather_by_broadcasts.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _sent_bytes(name: str, args: Any, num_ranks: int) -> int:

@@ -59,10 +59,10 @@ def saving_slowly(argv: Sequence[str]) -> int:
     module: Any = checkpointer
     write_state, before = module.write_state, [0.0]
 
-    def write(*args: Any) -> None:
+    def write(*given: Any, **options: Any) -> None:
         time.sleep(before[0])
         before[0] = 0.4
-        write_state(*args)
+        write_state(*given, **options)
 
     module.write_state = write
     return trainer(argv)

@@ -23,10 +23,10 @@ def train_on_a_full_disk(full: tuple[int, ...], *options: str) -> str:
     module: Any = checkpointer
     write_state, numbers = module.write_state, itertools.count()
 
-    def write(state: Any, folder: Path, group: Any) -> None:
+    def write(*given: Any, **options: Any) -> None:
         if next(numbers) in full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write_state(state, folder, group)
+        write_state(*given, **options)
 
     module.write_state = write
     try:

@@ -80,7 +80,7 @@ class BucketEngine(Engine):
                 # written to after the forward.
                 self.executor.run(self.scheduler.everything())
             for unit in self._buckets:
-                if unit.index not in self.full_units:
+                if unit.index not in self.units_in_full_context:
                     unit.to_sharded()
         return call
 
@@ -97,7 +97,7 @@ class BucketEngine(Engine):
 
     def _show(self, units: Sequence[Unit]) -> None:
         for unit in units:
-            if unit.index not in self.full_units:
+            if unit.index not in self.units_in_full_context:
                 self._to_unsharded(unit.index)
 
     # ---- gradients ----------------------------------------------------------------------------------------------

@@ -224,7 +224,7 @@ class MegatronCalls(MegatronFSDP):
     def _between_passes(self, call: str) -> Engine:
         """Return the engine; raise inside a forward or backward."""
         engine = self._engine
-        engine.refuse_open_pass(f"{call}() was called")
+        engine.refuse_open_iteration(f"{call}() was called")
         if engine.scheduler.in_forward or engine.scheduler.in_backward:
             raise ScheduleError(f"{call}() was called inside a forward or backward; call it between steps")
         return engine

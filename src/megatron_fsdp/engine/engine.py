@@ -189,8 +189,8 @@ class Engine:
         self.on_pass: Callable[[Pass], None] = lambda _begun: None
         self.stepped = False
         self._installs = 0
-        self.full_units: set[int] = set()  # units whose modules show copies of the full parameters
-        self.open_pass = ""  # the iteration over full tensors that was begun, and is neither exhausted nor closed
+        self.units_in_full_context: set[int] = set()  # units whose modules show copies of the full parameters
+        self.open_iteration = ""  # the iteration over full tensors that was begun, and is neither exhausted nor closed
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._agreed_params: set[int] = set()  # ids of parameters whose use ranks agreed on before a change
         self._agreed_since_change = False  # there was a sync since parameters were last frozen or unfrozen
@@ -217,7 +217,7 @@ class Engine:
 
     def pre_forward(self, unit_index: int, module_index: int = 0) -> None:
         """Unshard a unit: the forward of its module at `module_index` is about to run."""
-        if self.full_units and torch.is_grad_enabled():
+        if self.units_in_full_context and torch.is_grad_enabled():
             raise ScheduleError(
                 f"unit {self.units[unit_index].label} was called with gradients enabled while other units show copies "
                 "of their full parameters, whose gradients would be lost; use torch.no_grad() inside "
@@ -226,7 +226,7 @@ class Engine:
         # The outermost forward brings weights up to date, once for all units inside of it.
         opens = not self.scheduler.in_forward and not self.scheduler.in_backward
         if opens:
-            self.refuse_open_pass("a forward began")
+            self.refuse_open_iteration("a forward began")
             self.on_pass(Pass.FORWARD)
             if self.executor.optimizer_in_backward is not None:
                 self.executor.optimizer_in_backward.check_forward(self.backward_number)
@@ -263,18 +263,18 @@ class Engine:
         if self.observers.active:
             self.observers.begins(Phase.FORWARD, unit_index)
 
-    def refuse_open_pass(self, what: str) -> None:
+    def refuse_open_iteration(self, what: str) -> None:
         """Raise if an iteration over full tensors is open, all of which have to be of one version."""
-        if self.open_pass:
+        if self.open_iteration:
             raise ScheduleError(
-                f"{what} while an iteration of {self.open_pass} is open, whose tensors would be of two versions or "
-                "whose collectives would mix with others; exhaust the iterator or close() it first"
+                f"{what} while an iteration of {self.open_iteration} is open, whose tensors would be of two versions "
+                "or whose collectives would mix with others; exhaust the iterator or close() it first"
             )
 
     def refuse_shown_copies(self, what: str) -> None:
         """Raise if modules hold copies of the full parameters, which would miss a change of weights or gradients."""
-        self.refuse_open_pass(what)
-        if self.full_units:
+        self.refuse_open_iteration(what)
+        if self.units_in_full_context:
             raise ScheduleError(
                 f"{what} while full_parameters_context is open, whose copies hold the weights from before; leave the "
                 "context first"
@@ -348,13 +348,15 @@ class Engine:
                 and not any(group.plan.is_encoded for group in unit.groups)
             }
         for index in self._local_weights if units is None else self._local_weights.keys() & units:
-            if not (index in self._shows_local or index in self.full_units or self.units[index].is_unsharded):
+            if not (
+                index in self._shows_local or index in self.units_in_full_context or self.units[index].is_unsharded
+            ):
                 self.units[index].show_copies(self._local_weights[index])
                 self._shows_local.add(index)
 
     def _hide_local_weights(self) -> None:
         """Put the sharded parameters back where modules hold this rank's compute weights, at the end of a pass."""
-        for index in self._shows_local - self.full_units:
+        for index in self._shows_local - self.units_in_full_context:
             if not self.units[index].is_unsharded:
                 self.units[index].to_sharded()
         self._shows_local.clear()
@@ -478,7 +480,7 @@ class Engine:
 
     def install_main_weights(self) -> None:
         """Copy main weights into compute weights, and reshard all units, whose gathered weights are stale."""
-        self.refuse_open_pass("weights were installed")
+        self.refuse_open_iteration("weights were installed")
         self.executor.run(self.scheduler.weights_changed())
         # Offloaded weights are written from here on, and copies to the device may still be reading them.
         self.executor.settle_offload()
@@ -721,7 +723,7 @@ class Engine:
         Raises:
             NonFiniteGradientError: A sum of some rank is not finite, where that is checked; all are reduced by then.
         """
-        self.refuse_open_pass("gradients were synchronised")
+        self.refuse_open_iteration("gradients were synchronised")
         check = None if self._ending else self._check_of_sums
         concludes = self._may_differ  # then ranks of other groups may have nothing to reduce
         if check is not None and not self._callback_queued:  # a running backward keeps its findings
@@ -890,7 +892,7 @@ class Engine:
 
     def prefetch_weights(self, wait: bool) -> None:
         """All-gather units ahead of the next forward, root first, as far as there are slots."""
-        self.refuse_open_pass("weights were gathered ahead")
+        self.refuse_open_iteration("weights were gathered ahead")
         for unit in self.units:
             self.executor.run(self.scheduler.prefetch_requested(unit.index))
             if wait:

@@ -401,11 +401,11 @@ class GradientBuffers:
         # The gradient of every rank is added on its own, in rank order, so that the bits do not depend on the mesh.
         rows = stage.rows if self.reducer.reduction.one_by_one else None
 
-        def add_to_pending() -> None:
+        def add_to_partly_reduced() -> None:
             for row in rows or (stage.result(),):
                 partly_reduced.add_(row)
 
-        return stream.submit(stage.launch, add_to_pending), stage.memory
+        return stream.submit(stage.launch, add_to_partly_reduced), stage.memory
 
     def _submit(self, stream: CommStream, stage: Stage, copy_stream: CommStream) -> Work:
         """Start a stage whose result is added to the main gradient, or overwrites it."""

@@ -94,7 +94,7 @@ def _pre_forward(reference: weakref.ref[Engine], entry: _UnitModule, _module: nn
     if entry.watch is not None:
         entry.watch.begin()
     engine = alive(reference)
-    if entry.unit not in engine.full_units:
+    if entry.unit not in engine.units_in_full_context:
         with outside_of_transforms():
             engine.pre_forward(entry.unit, entry.module_index)
     for each in entry.inside:
@@ -112,7 +112,7 @@ def _post_forward(
     if engine.scheduler.forward_depth(unit_index) <= 1:
         for each in entry.inside:
             each.put(back=True)
-    if unit_index in engine.full_units:
+    if unit_index in engine.units_in_full_context:
         return output
     unit = engine.units[unit_index]
     output = _copy_weights(unit, output)

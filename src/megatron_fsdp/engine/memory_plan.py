@@ -62,12 +62,12 @@ class WeightPlan:
 
 
 def plan_weights(
-    allocator: WeightAllocator, units: Sequence[UnitWeights], slots: int, keeps: bool = False
+    allocator: WeightAllocator, units: Sequence[UnitWeights], slots: int, is_persistent: bool = False
 ) -> WeightPlan:
     """Choose a storage for every unit; the root, whose forward surrounds all others, never lives in a slot.
 
-    `slots`: how many units besides the root are gathered at a time. `keeps`: take everything at wrap time and keep it;
-    what does not live in slots has a buffer of its own.
+    `slots`: how many units besides the root are gathered at a time. `is_persistent`: take everything at wrap time
+    and keep it; what does not live in slots has a buffer of its own.
     """
     others = units[1:]
     if allocator is WeightAllocator.RESIZE:
@@ -79,9 +79,9 @@ def plan_weights(
         odd = WeightStorage.RESIZED if allocator is WeightAllocator.DOUBLE_BUFFER else WeightStorage.OWN
         of_others = [WeightStorage.SLOT if unit.shape == common else odd for unit in others]
     storages = [_ROOT_STORAGE.get(allocator, WeightStorage.OWN), *of_others]
-    if keeps:
+    if is_persistent:
         storages = [storage if storage is WeightStorage.SLOT else WeightStorage.OWN for storage in storages]
-    taken_at_once = keeps or allocator in DOUBLE_BUFFERS
+    taken_at_once = is_persistent or allocator in DOUBLE_BUFFERS
     return WeightPlan(tuple(storages), tuple(unit.gathered_bytes for unit in units), slots, taken_at_once)
 
 

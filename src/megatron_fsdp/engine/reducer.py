@@ -8,7 +8,7 @@ shard of every rank's gradient; the second stage all-gathers the sums where oute
 A stage is a launch, which starts the collective, and a function that returns its result once that is done.
 
 The dtype and factor of gradients that are sent are applied here: `encode` writes them into a bucket, `reduce_outer`
-encodes partly reduced ones, and a stage's result, times `factor`, is their sum. Their bytes are `bucket_bytes` and
+casts partly reduced ones, and a stage's result, times `factor`, is their sum. Their bytes are `bucket_bytes` and
 `outer_buffer_bytes` of `GroupPlan`. A format that is no dtype (int8 with scales, say) needs a bucket of bytes, too,
 whose views in `gradients.py` are not shaped as parameters, and an exchange instead of a reduce-scatter.
 """
@@ -34,7 +34,7 @@ class Stage(NamedTuple):
     result: Callable[[], torch.Tensor]  # to be called once, when it is done
     # memory of its own that it reads and writes, to be kept until it is done
     memory: tuple[torch.Tensor, ...] = ()
-    # A fused `result`: writes it, times a factor, into a tensor; None where fusing saves no pass over memory.
+    # A fused `result`: writes it, times a factor, into a tensor; None where fusing reads memory as often.
     result_into: Callable[[torch.Tensor, float], None] | None = None
     # each rank's gradient, in rank order, where `result` adds them up here; to be read once the collective is done
     rows: tuple[torch.Tensor, ...] = ()

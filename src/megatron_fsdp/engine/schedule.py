@@ -44,15 +44,17 @@ class ScheduleConfig:
     """Facts about a model and a strategy by which the scheduler decides; units are numbered, the root is 0."""
 
     trainable: tuple[bool, ...]  # for each unit, root first, whether it has parameters that take gradients
-    gathers: bool = True  # whether compute weights have to be gathered at all (strategies 1 to 3 on more than one rank)
-    shares_slots: bool = True  # gathered weights live in slots (strategy 3); else each unit has its own full buffer
+    gathers: bool = True  # whether weights must be made full before use: gathered from ranks, or copied from the host
+    shares_slots: bool = (
+        True  # full weights exist only while unsharded (strategy 3, offloaded); else each unit has its full buffer
+    )
     slots: int = 2  # units other than the root that can be gathered at a time, at least 1
     forward_prefetch_units: int = 1  # how many units to gather ahead in forward
     backward_prefetch_units: int = 1  # how many units to gather ahead in backward
     reduces_early: bool = True  # a unit is reduced when the backward of the next one begins; else when all are over
-    # units with memory of their own: a slot only counts how many are gathered, and any will do
+    # units with storage of their own (as in FSDP1): they take a slot as a limit on unsharded units, not as memory
     resized: frozenset[int] = frozenset()
-    # those that no other unit evicts, and that take no slot: their memory is their own
+    # those of them that are not counted in slots, and never resharded to make room
     without_slot: frozenset[int] = frozenset()
     resharded_after_backward: frozenset[int] = frozenset()  # when a backward is over, because their memory is freed
     # those resharded after the last backward before the weights change, as far as predicted
@@ -219,7 +221,7 @@ class _UnitState:
     open_forwards: int = 0  # forwards whose backward has not begun
     in_backward: bool = False  # its backward has begun in the current backward pass
     reduced: bool = True  # nothing to reduce since its backward last began
-    hosts: set[int] = field(default_factory=set)  # units whose forward was seen to call this unit's
+    callers: set[int] = field(default_factory=set)  # units whose forward was seen to call this unit's
 
     def become(self, residence: Residence) -> None:
         """Change the residence; raise a ScheduleError with the number of the unit if the transition is illegal."""
@@ -262,7 +264,7 @@ class Scheduler:
         """Prepare a unit's forward, in a forward pass or in a recomputation inside backward."""
         state = self._units[unit]
         if self._in_backward:
-            if self._backward_unit not in state.hosts:
+            if self._backward_unit not in state.callers:
                 self._backward_unit = None  # that unit is recomputed, too, before its backward computes
         else:
             # Where several modules have no unit above them, their forwards are one pass, until one is called again.
@@ -271,7 +273,7 @@ class Scheduler:
                 self._forward_order.begin()
                 self._in_pass = True
             # Without the root, which calls every unit, and without the unit itself, whose module may call itself.
-            state.hosts.update(host for host in self._forward_stack if host not in (ROOT_UNIT, unit))
+            state.callers.update(caller for caller in self._forward_stack if caller not in (ROOT_UNIT, unit))
         self._forward_stack.append(unit)
         if self._in_backward:
             return self._need(unit, self._backward_order, self.config.backward_prefetch_units)
@@ -288,7 +290,7 @@ class Scheduler:
         state = self._units[unit]
         if not self._in_backward:
             state.open_forwards += needs_backward
-        elif self._backward_unit not in state.hosts:
+        elif self._backward_unit not in state.callers:
             # A checkpointed forward ran without a graph, so it was not counted: this recomputation will have the
             # backward.
             if needs_backward and state.open_forwards == 0 and not (self._begun and self._begun[-1] == unit):
@@ -316,7 +318,7 @@ class Scheduler:
             self._backward_order.begin()
         if unit != ROOT_UNIT:
             # See Note [Why a unit is reduced when the next one begins].
-            callers = state.hosts  # which are still running
+            callers = state.callers  # which are still running
             ended = [other for other in self._begun if other != unit and other not in callers]
             self._begun = [other for other in self._begun if other != unit and other in callers] + [unit]
             operations += [operation for other in ended for operation in self._reduce_if_due(other)]
@@ -441,12 +443,12 @@ class Scheduler:
         self.config = replace(self.config, slots=slots, forward_prefetch_units=depth, backward_prefetch_units=depth)
 
     def set_reshard(self, unit: int, after_forward: bool, after_backward: bool) -> None:
-        """Reshard a unit with memory of its own after its forward, and after a backward, or leave it unsharded."""
+        """Allow or forbid eviction of a unit with its own storage after forward, and resharding when backward ends."""
         one, config = frozenset({unit}), self.config
         if unit in config.resized:
             at_end, free = config.resharded_after_backward, config.without_slot
             at_end = at_end | one if after_backward else at_end - one
-            if unit != ROOT_UNIT:  # the root's door reshards it after its forward
+            if unit != ROOT_UNIT:  # `fsdp2/state.py` reshards the root after its forward
                 free = free - one if after_forward else free | one
             self.config = replace(config, resharded_after_backward=at_end, without_slot=free)
 
@@ -575,7 +577,7 @@ class Scheduler:
         unit = self._slots[slot].unit
         if unit is None:
             return True
-        callers = self._units[self._backward_unit].hosts if self._backward_unit is not None else ()
+        callers = self._units[self._backward_unit].callers if self._backward_unit is not None else ()
         if unit in callers and self._units[unit].in_backward:
             return False  # its backward continues after that of the unit it called
         return unit not in spare and unit not in self._forward_stack and unit != self._backward_unit

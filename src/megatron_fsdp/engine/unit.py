@@ -79,7 +79,8 @@ class Unit:
         # by path: one, or several small neighbours; none where it is a bucket of parameters
         self.modules = {path: weakref.ref(module) for path, module in modules.items()}
         self.mode = mode  # when its gradients are reduced
-        self.reshard_after_forward = True  # else it stays unsharded to the end of the backward
+        # may be resharded after its forward, as soon as another unit needs the slot; else unsharded until backward ends
+        self.reshard_after_forward = True
         self.groups = tuple(groups)  # none where the module owns no parameter of its own
         # of each parameter of each group
         self.owners = tuple(tuple(map(tuple, of_group)) for of_group in owners)

@@ -47,7 +47,7 @@ from megatron_fsdp.fsdp2.even import EvenParameter
 from megatron_fsdp.fsdp2.shared_units import Settings, SharedUnits, check_before_passes, with_factor
 from megatron_fsdp.optim.optimizer import watched_engines
 from megatron_fsdp.optim.state_dict import cut_state
-from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all, rank_mesh_of
+from megatron_fsdp.sharding.mesh import RankMesh, groups_reaching_all, make_group_of_all_ranks, rank_mesh_of
 from megatron_fsdp.sharding.units import ends_of_vocabulary, message_bytes, name_of_neighbours, small_neighbours
 from megatron_fsdp.wrap.in_place import WITHOUT_JOIN, KnownPlans, finish_in_place, shard_in_place
 
@@ -185,7 +185,7 @@ class ShardState:
         shardings = [each for state in states for each in (state.sharding, *(even.sharding for even in state.params))]
         meshes = tuple({id(each.rank_mesh): each.rank_mesh for each in shardings}.values())
         for rank_mesh in meshes:
-            connect_all_ranks(rank_mesh)
+            make_group_of_all_ranks(rank_mesh)
         with all_agree("sharding modules", groups_reaching_all(meshes)) as facts:
             for path, state in self._named_states():
                 facts |= state._facts(path or "the root")

@@ -774,7 +774,7 @@ def watched_engines() -> weakref.WeakKeyDictionary[Engine, OptimizerCheck]:
 
     def before_step(optimizer: Optimizer, *_unused: Any) -> None:
         for engine in tuple(watchers):
-            hands_out = engine.open_pass or engine.full_units  # tensors that would miss the step
+            hands_out = engine.open_iteration or engine.units_in_full_context  # tensors that would miss the step
             if hands_out and (optimizer in engine.connected or engine.is_stepped_by(optimizer)):
                 engine.refuse_shown_copies("an optimizer stepped")
             if optimizer not in engine.connected and engine.is_stepped_by(optimizer):

@@ -484,7 +484,9 @@ class RankMesh:
 
     axes: tuple[Axis, ...]  # data-parallel, outermost first; the last one is the sharding axis
     names: tuple[str, ...]  # of the axes in the mesh
-    group: dist.ProcessGroup | None  # all data-parallel ranks; None for a single one, or before `connect_all_ranks`
+    group: (
+        dist.ProcessGroup | None
+    )  # all data-parallel ranks; None for a single one, or before `make_group_of_all_ranks`
     tensor_parallel: DeviceMesh | None  # one-dimensional
     described_mesh: DeviceMesh  # of the sharded parameters' DTensors: the axes and, last, the tensor-parallel dimension
     # For experts, groups of ranks that hold other experts, one per further dimension of their mesh.
@@ -584,7 +586,7 @@ def _beside(mesh: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
     return _submesh_of(root, names)
 
 
-def connect_all_ranks(rank_mesh: RankMesh) -> None:
+def make_group_of_all_ranks(rank_mesh: RankMesh) -> None:
     """Make the group of all ranks of a two-dimensional mesh, which is destroyed with it. Collective over its ranks."""
     if rank_mesh.group is None and rank_mesh.num_ranks > 1:
         rank_mesh.group = group_over(rank_mesh.described_mesh, rank_mesh)

@@ -26,7 +26,7 @@ class Placements:
 
     compute_weight: tuple[Placement, ...]  # the weights that forward and backward use, between uses
     accumulated_grad: tuple[Placement, ...]  # before the gradient sync
-    main_grad: tuple[Placement, ...]  # what the optimizer sees, after the gradient sync
+    main_grad: tuple[Placement, ...]  # after the gradient sync; as `main_weight`, by which its buffer is cut
     main_weight: tuple[Placement, ...]  # what the optimizer updates, and its state
 
     @property

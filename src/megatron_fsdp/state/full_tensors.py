@@ -87,7 +87,7 @@ def shown_in_full(engine: Engine, module: nn.Module | None, writeback: bool, com
     try:
         for unit in units:
             unit.show_copies(copies[unit.index])
-            engine.full_units.add(unit.index)
+            engine.units_in_full_context.add(unit.index)
         yield
     except BaseException as error:
         if writeback and not isinstance(error, GeneratorExit):
@@ -97,11 +97,11 @@ def shown_in_full(engine: Engine, module: nn.Module | None, writeback: bool, com
         raise
     else:
         if writeback:
-            engine.refuse_open_pass("full_parameters_context was left")
+            engine.refuse_open_iteration("full_parameters_context was left")
             _take_in(engine, units, copies)
     finally:
         for unit in units:
-            engine.full_units.discard(unit.index)
+            engine.units_in_full_context.discard(unit.index)
             unit.to_sharded()
 
 
@@ -121,7 +121,7 @@ def broadcast_whole_weights(engine: Engine) -> None:
 
 def check_between_steps(engine: Engine, what: str) -> None:
     """Raise a ScheduleError inside a forward or backward, and while an iteration over full tensors is open."""
-    engine.refuse_open_pass(what)
+    engine.refuse_open_iteration(what)
     if engine.scheduler.in_forward or engine.scheduler.in_backward:
         raise ScheduleError(
             f"{what} inside a forward or backward (or after one that failed); do so between steps, and call "
@@ -131,7 +131,7 @@ def check_between_steps(engine: Engine, what: str) -> None:
 
 def _check(engine: Engine, units: Sequence[Unit], writeback: bool, compute_dtype: bool) -> None:
     check_between_steps(engine, "full_parameters_context was entered")
-    open_already = [unit.label for unit in units if unit.index in engine.full_units]
+    open_already = [unit.label for unit in units if unit.index in engine.units_in_full_context]
     if open_already:
         raise ScheduleError(
             f"unit {open_already[0]} shows its full parameters already; leave that full_parameters_context first"
@@ -214,14 +214,14 @@ _Named = tuple[str, torch.Tensor]
 
 def iter_parameters(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over full main weights, in their main dtype, by canonical name."""
-    with open_pass(engine, "iter_full_tensors"):
+    with open_iteration(engine, "iter_full_tensors"):
         entries = _entries(engine, lambda group, index: group.sharded[index])
         yield from _watched(engine, _stream(engine, entries, bucket_bytes))
 
 
 def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the full gradients of trainable parameters, by canonical name, without those that are None."""
-    with open_pass(engine, "iter_full_tensors"):
+    with open_iteration(engine, "iter_full_tensors"):
         found = {id(group): group.grads() for group in engine.groups()}
         entries = _entries(engine, lambda group, index: found[id(group)][index])
         # Ranks need the same tensors: for one that a rank lacks, the others would wait.
@@ -230,14 +230,14 @@ def iter_gradients(engine: Engine, bucket_bytes: int) -> Iterator[tuple[str, tor
 
 
 @contextmanager
-def open_pass(engine: Engine, what: str) -> Iterator[None]:
+def open_iteration(engine: Engine, what: str) -> Iterator[None]:
     """Keep the engine from changing the tensors, and from other collectives, until a generator ends."""
     check_between_steps(engine, "full tensors were asked for")
-    engine.open_pass = what
+    engine.open_iteration = what
     try:
         yield
     finally:
-        engine.open_pass = ""
+        engine.open_iteration = ""
 
 
 def _entries(engine: Engine, tensor_of: Callable[[ParameterGroup, int], torch.Tensor | None]) -> list[Entry]:
@@ -271,7 +271,7 @@ def _stream(engine: Engine, entries: Sequence[Entry], bucket_bytes: int) -> Iter
         for bucket in cut_into_buckets(run, bucket_bytes // 2, dtype):
             for entry in bucket:  # as by `param.data.mul_()` or clipping
                 if local_tensor(entry.tensor)._version != entry.version:
-                    engine.refuse_open_pass(f"{entry.name} was written to")
+                    engine.refuse_open_iteration(f"{entry.name} was written to")
             full = gather(bucket, dtype, bucket_bytes // 2, agreeing=engine.reaching_all)
             assert full is not None
             full.reverse()

@@ -118,8 +118,8 @@ def _describe(
 def _before_state_dict(reference: weakref.ref[Unit], *_unused: Any) -> None:
     engine = alive(reference).engine
     if engine is not None:
-        engine.refuse_open_pass("a state dict was taken")
-        if not engine.scheduler.in_forward and not engine.full_units:
+        engine.refuse_open_iteration("a state dict was taken")
+        if not engine.scheduler.in_forward and not engine.units_in_full_context:
             engine.to_sharded()
 
 
@@ -138,7 +138,7 @@ def _before_load(
         )
     unit = alive(reference)
     if unit.engine is not None:
-        unit.engine.refuse_open_pass("a state dict was loaded")
+        unit.engine.refuse_open_iteration("a state dict was loaded")
     for attribute, param in owner._parameters.items():
         if prefix + attribute in state_dict and id(param) in unit.group_and_index:
             group, index = unit.group_and_index[id(param)]
@@ -199,7 +199,7 @@ def load_shards(
         ConfigurationError: `assign` is True.
     """
     are_cut = any(map(_is_of_torch, state_dict.values()))
-    engine.refuse_open_pass("a state dict was loaded")
+    engine.refuse_open_iteration("a state dict was loaded")
     with all_agree("load_state_dict", engine.reaching_all if are_cut else (None,)):
         if assign:
             raise ConfigurationError(

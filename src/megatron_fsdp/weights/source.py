@@ -33,7 +33,7 @@ from megatron_fsdp.engine.engine import Engine, engine_of_module
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError, RankError, ScheduleError
 from megatron_fsdp.sharding.units import ROOT_UNIT
-from megatron_fsdp.state.full_tensors import check_between_steps, check_bucket_bytes, open_pass
+from megatron_fsdp.state.full_tensors import check_between_steps, check_bucket_bytes, open_iteration
 from megatron_fsdp.weights.delta import MAX_NUMEL, Patch, Shard, Snapshot, gather_changes, local_shards, sum_counts
 from megatron_fsdp.weights.gathering import gather_bucket
 from megatron_fsdp.weights.plan import (
@@ -402,7 +402,7 @@ class WeightSource:
     def _begin(self, stack: ExitStack, what: str) -> None:
         for engine in self._engines:
             engine.refresh_weights()
-            stack.enter_context(open_pass(engine, "WeightSource"))
+            stack.enter_context(open_iteration(engine, "WeightSource"))
         self._open, self._is_last = what, False
         stack.callback(setattr, self, "_open", "")
         if not self._engines and self._seen != (versions := self._versions()):

@@ -22,7 +22,7 @@ from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import WRAPPER_WORDS, ConfigurationError, DoorWords, check_keys
 from megatron_fsdp.optim.step import replaced_name
-from megatron_fsdp.sharding.mesh import RankMesh, connect_all_ranks, groups_reaching_all
+from megatron_fsdp.sharding.mesh import RankMesh, groups_reaching_all, make_group_of_all_ranks
 from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, aliases_in, looked_up, parameter_owners
 from megatron_fsdp.sharding.weight_formats import WeightFormat
 from megatron_fsdp.wrap.shard_unit import KnownSpecs, ModuleEvents, finish, shard_unit
@@ -154,7 +154,7 @@ def finish_in_place(
     units, specs = _located(by_path, mode)
     meshes = tuple({id(plan.rank_mesh): plan.rank_mesh for unit in units for plan in unit.group_plans}.values())
     for rank_mesh in meshes:
-        connect_all_ranks(rank_mesh)
+        make_group_of_all_ranks(rank_mesh)
         with all_agree("sharding modules", default_if_all((rank_mesh.group,)) or (None,)) as facts:
             if error is not None:
                 raise error

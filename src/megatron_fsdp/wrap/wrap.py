@@ -84,9 +84,9 @@ def assemble(
     *,
     in_place: bool = False,
 ) -> Engine:
-    """Shard a model in place; raise if it, or the combination of options, cannot be sharded. Collective.
+    """Replace the parameters of a model by shards; raise if it, or options together, cannot be sharded. Collective.
 
-    `in_place`: as one call per unit does (`in_place.py`), where units are neither merged nor cut.
+    `in_place`: units are neither merged nor cut, as by one call for each (`in_place.py`).
     """
     options.check_capture()
     delays = options.delay_wgrad_compute and not in_place
@@ -324,7 +324,8 @@ def check_module(module: nn.Module, init_meta: bool | str) -> None:
     if not params:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to shard")
     check_keys(name for name, _ in (*module.named_parameters(), *module.named_buffers()))
-    sharded = [name for name, param in params.items() if isinstance(param, UnevenDTensor)]
+    marks = "_megatron_fsdp_model"
+    sharded = [name for name, param in params.items() if hasattr(param, marks) or isinstance(param, UnevenDTensor)]
     if sharded:
         raise ConfigurationError(
             f"the model is sharded already ({len(sharded)} of {len(params)} parameters, such as {sharded[0]}); wrap a "

@@ -97,7 +97,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model is a {type(model).__name__}; give an nn.Module, sharded or not")
     for engine in engines_of(model):
-        engine.refuse_open_pass("files were to be written or read")
+        engine.refuse_open_iteration("files were to be written or read")
     while True:
         if hasattr(model, "parameter_groups") and not all(hasattr(param, _ENGINE) for param in model.parameters()):
             raise ConfigurationError(
