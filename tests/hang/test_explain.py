@@ -43,8 +43,8 @@ class Story:
         return self
 
     def gather(self, unit: int, num_bytes: int = 64) -> "Story":
-        self.add(Mark.BEGINS, Phase.GATHER, unit).add(Mark.LAUNCHES, Phase.GATHER, unit, num_bytes)
-        return self.add(Mark.ENDS, Phase.GATHER, unit)
+        self.add(Mark.BEGINS, Phase.UNSHARD, unit).add(Mark.LAUNCHES, Phase.UNSHARD, unit, num_bytes)
+        return self.add(Mark.ENDS, Phase.UNSHARD, unit)
 
     def meet(self, phase: Phase) -> "Story":
         """Begin what takes all ranks."""
@@ -198,7 +198,7 @@ def _backward() -> Story:
 def test_an_error_is_told_with_its_place(story: Story, place: str) -> None:
     """Not that of the goodbye, which is said in no phase."""
     story.back = False
-    dead = replace(story.add(Mark.GOODBYE, Phase.GATHER, 0).log(1, alive=False), words="ValueError: hook")
+    dead = replace(story.add(Mark.GOODBYE, Phase.UNSHARD, 0).log(1, alive=False), words="ValueError: hook")
     text = told(Kind.RAISED, (1,), Story().gather(1).wait(1).log(0), dead)
     assert text.startswith(f"rank 1 raised an error {place}:\n  ValueError: hook\n")
 
@@ -242,7 +242,7 @@ def test_a_collective_that_an_accelerator_has_not_finished_counts_as_waiting() -
     state = state_of(waits)
     assert (state.waits, state.phase, state.unit) == (True, Phase.REDUCE, 2)
     overwritten = state_of(Story().add(Mark.ENDS, Phase.FORWARD, 0).gather(1).log(0))  # a phase that has no beginning
-    assert (overwritten.waits, overwritten.count, overwritten.phase) == (False, 1, Phase.GATHER)
+    assert (overwritten.waits, overwritten.count, overwritten.phase) == (False, 1, Phase.UNSHARD)
     told(Kind.ELSEWHERE, (1,), waits, Story().gather(1).log(1, beat=_beat(_NOW)))
 
 

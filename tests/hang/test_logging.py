@@ -43,7 +43,7 @@ def test_a_log_tells_what_was_done_and_changes_nothing(tmp_path: Path) -> None:
     plain = shard()
     assert losses == [step(plain).item() for _ in range(2)]
     count = Counter(record.phase for record in log.records if record.mark is Mark.LAUNCHES)
-    assert count[Phase.GATHER] + count[Phase.REDUCE] == sent.gathers + sent.reductions
+    assert count[Phase.UNSHARD] + count[Phase.REDUCE] == sent.gathers + sent.reductions
     assert log.records[-1].collective + 1 == sent.gathers + sent.reductions
     assert (count[Phase.NORM], count[Phase.AGREE]) == (1, 2)
     assert count[Phase.WHOLE] == 21  # twenty tensors and the end

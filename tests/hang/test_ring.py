@@ -104,16 +104,16 @@ def test_counts_and_hashes_start_again_with_a_reset_and_a_goodbye_comes_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ring = Ring(tmp_path / "log", _writer(0), 8)
-    ring.launch(Phase.GATHER, 1, 64)
+    ring.launch(Phase.UNSHARD, 1, 64)
     ring.launch(Phase.NORM, 0, 0)
     ring.reset()
     ring.collective = 3
-    ring.launch(Phase.GATHER, 1, 64)
+    ring.launch(Phase.UNSHARD, 1, 64)
     monkeypatch.setattr(sys, "last_value", KeyError("uncaught"), raising=False)
     ring.close()
     ring.add(Mark.BEGINS, Phase.FORWARD)
     log = parse_log(ring.path.read_bytes())
-    first = fold(0, Phase.GATHER, 1, 64)
+    first = fold(0, Phase.UNSHARD, 1, 64)
     assert [(r.mark, r.counted, r.hash, r.epoch, r.collective) for r in log.records] == [
         (Mark.LAUNCHES, 1, first, 0, NO_NUMBER),
         (Mark.LAUNCHES, 2, fold(first, Phase.NORM, 0, 0), 0, NO_NUMBER),

@@ -175,7 +175,7 @@ class FiniteCheck(CheckByName):
     """Collects one flag per parameter during backward; the ranks compare them when it ends."""
 
     dtype = torch.uint8
-    sees_sums = True  # where deferred microbatches, or a cast, can turn finite values into infinity
+    sees_buckets = True  # where deferred microbatches, or a cast, can turn finite values into infinity
 
     def record(self, name: str, grad: torch.Tensor) -> None:
         """Record a flag for a gradient with a value that is not finite, without a device sync."""

@@ -106,7 +106,7 @@ def next_state(memory: BorrowedMemory, state: State, event: Event, unit: str, wh
 
 
 _FAULT = "this is a fault of the engine, or of code that drives it by hand"
-_FOLLOWED = (Phase.GATHER, Phase.REDUCE, Phase.GATHER_OUTER, Phase.REDUCE_OUTER, Phase.RETIRE)
+_FOLLOWED = (Phase.UNSHARD, Phase.REDUCE, Phase.GATHER_OUTER, Phase.REDUCE_OUTER, Phase.RETIRE)
 
 
 @dataclass(eq=False)
@@ -148,7 +148,7 @@ class LifetimeChecker(Observer):
         weights = self._weights[unit]
         if phase in _FOLLOWED:
             self._phases.append((phase, unit))
-        if phase is Phase.GATHER:
+        if phase is Phase.UNSHARD:
             weights.use(Event.GATHER, weights.label)
         elif phase is Phase.RESHARD:
             if weights.forwards:
@@ -223,7 +223,7 @@ class LifetimeChecker(Observer):
         """Record the memory of a collective until the collective was waited for."""
         if moment is Moment.LAUNCHED and self._phases:
             phase, unit = self._phases[-1]
-            if phase is Phase.GATHER:
+            if phase is Phase.UNSHARD:
                 self._in_flight[number] = self._weights[unit]
             elif phase is Phase.REDUCE and unit in self._buckets:
                 self._in_flight[number] = self._buckets[unit]

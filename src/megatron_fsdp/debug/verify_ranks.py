@@ -87,7 +87,7 @@ class RankVerifier(Observer):
 
     def begins(self, phase: Phase, unit: int) -> None:
         """Announce a collective phase; a reduction only once it communicates."""
-        if phase is Phase.GATHER:
+        if phase is Phase.UNSHARD:
             num_bytes = self._units[unit].all_gather_bytes
             if num_bytes:
                 self._gathered_in_forward |= not _in_backward()
@@ -124,7 +124,7 @@ class RankVerifier(Observer):
 
     def fails(self, phase: Phase, unit: int, error: BaseException) -> None:  # noqa: ARG002
         """Announce that the outermost forward failed, unless by an error of communication."""
-        self._is_broken |= phase in (Phase.GATHER, Phase.WAIT, Phase.REDUCE)
+        self._is_broken |= phase in (Phase.UNSHARD, Phase.WAIT, Phase.REDUCE)
         if phase is Phase.FORWARD:
             with suppress(ScheduleError):  # it would hide the error
                 self._leave_forward(Event.BREAK_OFF)

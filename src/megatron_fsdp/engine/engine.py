@@ -32,7 +32,7 @@ from megatron_fsdp.engine.gradients import (
     UsageAgreement,
     direct_hook,
     get_grad,
-    match_waiting_sums,
+    match_unreduced,
     plain_attributes,
 )
 from megatron_fsdp.engine.memory import weakly
@@ -88,13 +88,13 @@ class ForwardCall:
     last_backward: int = -1
 
 
-OWNED_ENGINE = "_fsdp_engine"
+ENGINE_ATTRIBUTE = "_fsdp_engine"
 """The key of the engine in the dictionary of a wrapper, or of a module that was sharded in place, which own it."""
 
 
 def engine_of_module(module: nn.Module) -> Engine | None:
     """Return the engine of a wrapper, or of a module that was sharded in place; None until it is made."""
-    found: Engine | None = module.__dict__.get(OWNED_ENGINE)
+    found: Engine | None = module.__dict__.get(ENGINE_ATTRIBUTE)
     return found
 
 
@@ -172,7 +172,7 @@ class Engine:
         options = self.options
         self.observers = self.executor.observers
         self.observers.words = self.words
-        self._check_of_sums = next((each for each in self.gradient_checks if each.sees_sums), None)
+        self._check_of_buckets = next((each for each in self.gradient_checks if each.sees_buckets), None)
         self.keeps_gradients = options.megatron_fsdp_cuda_graph_mode
         self._was_captured = False  # there is a graph that may be replayed at any time
         # Apart for each: the ranks that share a dense parameter hold different experts.
@@ -444,7 +444,7 @@ class Engine:
             hook: Callable[[torch.Tensor], None] = functools.partial(
                 _take_gradient, weakref.ref(self), unit_index, group_index, index
             )
-            # A tensor-parallel part is a DTensor whose gradient must be finished first, so only plain ones are copied
+            # The gradient of a tensor-parallel part is first reduced over those ranks and made local; others are copied
             # directly.
             if group.plan.parts[index] is None:
                 hook = direct_hook(grads.of_parameter[index], hook, self.counter_of(unit_index, index))
@@ -455,8 +455,8 @@ class Engine:
         return None
 
     def _inspect_gradients(self, group: ParameterGroup) -> None:
-        """Have the check of sums, if any, see gradients before they are reduced."""
-        check, names = self._check_of_sums, group.names
+        """Have the check that sees buckets, if any, see gradients before they are reduced."""
+        check, names = self._check_of_buckets, group.names
         if check is not None and group.gradients is not None:
             group.gradients.inspect = lambda index, grad: check.record(names[index], grad)
 
@@ -724,7 +724,7 @@ class Engine:
             NonFiniteGradientError: A sum of some rank is not finite, where that is checked; all are reduced by then.
         """
         self.refuse_open_iteration("gradients were synchronised")
-        check = None if self._ending else self._check_of_sums
+        check = None if self._ending else self._check_of_buckets
         concludes = self._may_differ  # then ranks of other groups may have nothing to reduce
         if check is not None and not self._callback_queued:  # a running backward keeps its findings
             check.begin()
@@ -838,7 +838,7 @@ class Engine:
         for rank_mesh in self.rank_meshes:
             with self.observers.during(Phase.AGREE, ROOT_UNIT):
                 gradients = [each for group, each in self.groups_with_gradients() if group.plan.rank_mesh is rank_mesh]
-                match_waiting_sums(gradients, rank_mesh, self.device)
+                match_unreduced(gradients, rank_mesh, self.device)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -80,12 +80,12 @@ class GradientCheck(ABC):
     Attributes:
         is_done: No later backward needs to be checked.
         stops_steps: An optimizer must not use gradients before they are checked.
-        sees_sums: It is also shown each bucket before it is reduced, and begins and ends with a sync.
+        sees_buckets: It is also shown each bucket before it is reduced, and begins and ends with a sync.
     """
 
     is_done = False
     stops_steps: ClassVar[bool] = True
-    sees_sums: ClassVar[bool] = False
+    sees_buckets: ClassVar[bool] = False
 
     @abstractmethod
     def begin(self) -> None:

@@ -399,7 +399,7 @@ class GradientBuffers:
                 self._move_into(self._partly_reduced, params)
         partly_reduced = self._partly_reduced
         # The gradient of every rank is added on its own, in rank order, so that the bits do not depend on the mesh.
-        rows = stage.rows if self.reducer.reduction.one_by_one else None
+        rows = stage.by_rank if self.reducer.reduction.one_by_one else None
 
         def add_to_partly_reduced() -> None:
             for row in rows or (stage.result(),):
@@ -456,7 +456,7 @@ class GradientBuffers:
         # An offloaded main gradient is added to on the device, and copied back. See Note [Offloaded state] in
         # `memory.py`.
         sums = torch.empty_like(main, device=self.main.device, pin_memory=False) if is_offloaded else main
-        rows = stage.rows if self.reducer.reduction.one_by_one else ()
+        rows = stage.by_rank if self.reducer.reduction.one_by_one else ()
         if any(each.counts for each in self.of_parameter):
             if is_offloaded:
                 sums.copy_(main, non_blocking=True)
@@ -689,7 +689,7 @@ class UsageAgreement:
         return used if any(used) or not bool(anything.item()) else [True, *used[1:]]
 
 
-def match_waiting_sums(gradients: Sequence[GradientBuffers], rank_mesh: RankMesh, device: torch.device) -> None:
+def match_unreduced(gradients: Sequence[GradientBuffers], rank_mesh: RankMesh, device: torch.device) -> None:
     """Allocate zero gradients where peers have unreduced ones, so that all reduce the same later. Collective."""
     if rank_mesh.group is None or not gradients:
         return

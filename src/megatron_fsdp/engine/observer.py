@@ -24,7 +24,7 @@ from megatron_fsdp.errors import WRAPPER_WORDS, MegatronFSDPError, missing_ranks
 class Phase(Enum):
     """A phase of a step on this rank's host. Phases nest: a forward inside a backward is a recomputation."""
 
-    GATHER = "gather"  # starting the all-gather of a unit's weights
+    UNSHARD = "gather"  # starting the all-gather of a unit's weights
     WAIT = "wait"  # waiting for them
     RESHARD = "release"  # the value is in recorded traces
     REDUCE = "reduce"  # starting the reduction of a unit's gradients
@@ -76,7 +76,7 @@ def close_phase(begun: list[Open], phase: Phase | str, unit: int) -> list[Open]:
 
 
 PHASE_OF: dict[Action, Phase] = {
-    Action.UNSHARD: Phase.GATHER,
+    Action.UNSHARD: Phase.UNSHARD,
     Action.WAIT: Phase.WAIT,
     Action.RESHARD: Phase.RESHARD,
     Action.REDUCE: Phase.REDUCE,

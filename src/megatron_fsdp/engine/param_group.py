@@ -279,7 +279,7 @@ class ParameterGroup:
         for index, param in enumerate(self.full):
             self._wrapping.update(index, param, full)
 
-    def release(self) -> None:
+    def release_wrapped(self) -> None:
         """Free tensors derived from gathered bytes, which are stale or about to be overwritten."""
         if self._wrapping is not None:
             for param in self.full:

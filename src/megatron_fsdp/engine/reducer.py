@@ -37,7 +37,7 @@ class Stage(NamedTuple):
     # A fused `result`: writes it, times a factor, into a tensor; None where fusing reads memory as often.
     result_into: Callable[[torch.Tensor, float], None] | None = None
     # each rank's gradient, in rank order, where `result` adds them up here; to be read once the collective is done
-    rows: tuple[torch.Tensor, ...] = ()
+    by_rank: tuple[torch.Tensor, ...] = ()
 
 
 class GradientReducer:
@@ -121,20 +121,20 @@ class GradientReducer:
             if self.scatters_inner:
                 # Gradients stay one row per rank until all ranks' rows are here, so one exchange goes over both axes.
                 rows = bucket.view(axis.num_ranks, -1)
-                sent = torch.cat([rows[row] for row in self._flat.shares])  # in the order of those who add them up
+                sent = torch.cat([rows[row] for row in self._flat.shares])  # in the order of the ranks that add them up
                 received = torch.empty_like(sent) if scratch is None else scratch
-                stage = _in_rows(axis, received, partial(axis.exchange, received, sent))
+                stage = _by_rank(axis, received, partial(axis.exchange, received, sent))
                 return stage._replace(memory=(sent, received))
         if not self.scatters_inner:
             if self.reduction.one_by_one and axis.num_ranks > 1:
                 # An all-reduce adds in an order of its own; rows are added in rank order here.
                 received = bucket.new_empty(axis.num_ranks * bucket.numel())
-                stage = _in_rows(axis, received, partial(axis.gather_rows, received, bucket))
+                stage = _by_rank(axis, received, partial(axis.gather_rows, received, bucket))
                 return stage._replace(memory=(received,))
             return Stage(partial(axis.all_reduce, bucket, average), lambda: bucket)
         if self.exchanges_inner:
             assert scratch is not None
-            return _in_rows(axis, scratch, partial(axis.exchange, scratch, bucket))
+            return _by_rank(axis, scratch, partial(axis.exchange, scratch, bucket))
         return _native(axis, bucket, self.first_region.numel, average)
 
     def reduce_outer(self, sums: torch.Tensor, outer_buffer: Sequence[torch.Tensor]) -> Stage:
@@ -156,13 +156,13 @@ class GradientReducer:
             return Stage(partial(axis.all_reduce, sums, average), lambda: sums, (sums,))
         if axis.exchanges_pairwise:
             received = outer_buffer[1] if len(outer_buffer) > 1 else torch.empty_like(sums)
-            stage = _in_rows(axis, received, partial(axis.exchange, received, sums))
+            stage = _by_rank(axis, received, partial(axis.exchange, received, sums))
             return stage._replace(memory=(sums, received))
         stage = _native(axis, sums, self.main_region.numel, average)
         return stage._replace(memory=(sums,))
 
 
-def _in_rows(axis: Axis, received: torch.Tensor, launch: Launch) -> Stage:
+def _by_rank(axis: Axis, received: torch.Tensor, launch: Launch) -> Stage:
     """Make a stage that receives a row of each rank, and sums them here."""
     rows = received.view(axis.num_ranks, -1).unbind()
     result = partial(sum_received, received, axis.num_ranks)

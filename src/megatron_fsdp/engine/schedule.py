@@ -133,7 +133,7 @@ class StepLength:
 class SyncScope(Enum):
     """Extent of a backward's reduction: none, over the inner ranks, or over all."""
 
-    NOWHERE = "nowhere"  # kept as full sums
+    NOWHERE = "nowhere"  # accumulated on this rank, whole, as by `no_sync` of DDP
     INSIDE = "inside"  # over the inner ranks; the outer ones wait for the sync
     EVERYWHERE = "everywhere"
 

@@ -25,7 +25,7 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.units import name_of_neighbours
 
 
-class Owner(NamedTuple):
+class ParameterPlace(NamedTuple):
     """A module that holds a parameter, and the attribute; the module is referred to weakly.
 
     A module that is sharded in place owns its unit, so the unit must not own the module.
@@ -37,8 +37,8 @@ class Owner(NamedTuple):
     is_plain: bool  # whether it is set in the dictionary; else by the setter of the module's class
 
     @classmethod
-    def of(cls, module: nn.Module, attribute: str) -> Owner:
-        """Return the owner at an attribute of a module."""
+    def of(cls, module: nn.Module, attribute: str) -> ParameterPlace:
+        """Return the place at an attribute of a module."""
         return cls(weakref.ref(module), module._parameters, attribute, _is_plain(module))
 
     def set(self, param: nn.Parameter) -> None:
@@ -57,7 +57,7 @@ class TrainedGroup(NamedTuple):
     gradients: GradientBuffers
 
 
-_Swap = tuple[Owner, dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter, bool]
+_Swap = tuple[ParameterPlace, dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter, bool]
 """(owner, its dictionary, its attribute, full parameter, sharded parameter, True if it is set directly)."""
 _version = attrgetter("_version")
 
@@ -70,7 +70,7 @@ class Unit:
         index: int,
         name: str,
         groups: Sequence[ParameterGroup],
-        owners: Sequence[Sequence[Sequence[Owner]]],
+        owners: Sequence[Sequence[Sequence[ParameterPlace]]],
         modules: Mapping[str, nn.Module],
         mode: SyncMode,
     ) -> None:
@@ -276,7 +276,7 @@ class Unit:
         # would read the weights of another unit.
         self._mark(1)
         for group in self.groups:
-            group.release()
+            group.release_wrapped()
         if not loses_memory:
             return
         self._block = None
@@ -356,7 +356,7 @@ class Unit:
                         raise self._refusal_of(owner)
                     owner.set(param)
 
-    def _refusal_of(self, owner: Owner) -> ConfigurationError:
+    def _refusal_of(self, owner: ParameterPlace) -> ConfigurationError:
         return ConfigurationError(
             f"{owner.attribute} of a {type(owner.module()).__name__} in unit {self.label} is not the sharded parameter "
             "any more (functional_call, or assigned, pruned or parametrized after sharding); sharded models use their "
@@ -411,7 +411,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _swaps(
-    groups: Sequence[ParameterGroup], owners: Sequence[Sequence[Sequence[Owner]]], modules: Sequence[nn.Module]
+    groups: Sequence[ParameterGroup], owners: Sequence[Sequence[Sequence[ParameterPlace]]], modules: Sequence[nn.Module]
 ) -> tuple[tuple[_Swap, ...], ...]:
     """Return the swaps inside each of a unit's modules; all together where it has one, or none."""
     found: list[list[_Swap]] = [[] for _ in modules or (None,)]

@@ -23,7 +23,7 @@ from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.dtensor.shard_spec import TensorParallelPart, local_tensor
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.group_plan import Sharding
-from megatron_fsdp.engine.unit import Owner
+from megatron_fsdp.engine.unit import ParameterPlace
 from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.formats.tensor_extensions import extension_format, tensor_extension_of
 from megatron_fsdp.sharding.mesh import RankMesh
@@ -41,7 +41,7 @@ class EvenParameter:
     """A parameter that rests in its modules as an even shard, or whole where torch cannot cut it."""
 
     name: str
-    owners: tuple[Owner, ...]
+    owners: tuple[ParameterPlace, ...]
     part: TensorParallelPart | None  # how tensor parallelism cut it before
     shape: torch.Size  # of this rank's tensor-parallel part
     sharding: Sharding

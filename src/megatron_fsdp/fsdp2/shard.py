@@ -23,7 +23,7 @@ from megatron_fsdp.config.precision import MixedPrecisionPolicy as Policy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.shard_spec import local_tensor, part_of
 from megatron_fsdp.engine.group_plan import Sharding
-from megatron_fsdp.engine.unit import Owner
+from megatron_fsdp.engine.unit import ParameterPlace
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, check_keys, explains_restarts, warn_caller
 from megatron_fsdp.experimental.module import fully_shard_optimizer as connect
 from megatron_fsdp.formats.quantized import take_quantized_apart
@@ -155,7 +155,7 @@ def fully_shard(
     inside = [inner for each in modules for inner in each.modules()]
     # Places instead of parameters: other objects may be put there, as from the meta device.
     left_out = [
-        Owner.of(inner, attribute)
+        ParameterPlace.of(inner, attribute)
         for inner in inside
         for attribute, param in inner._parameters.items()
         if id(param) in ignored
@@ -215,7 +215,9 @@ def _all_ranks() -> DeviceMesh:
     return init_device_mesh(default_device().type, (dist.get_world_size(),))
 
 
-def _owned(modules: list[nn.Module], ignored: frozenset[int]) -> Iterator[tuple[str, nn.Parameter, tuple[Owner, ...]]]:
+def _owned(
+    modules: list[nn.Module], ignored: frozenset[int]
+) -> Iterator[tuple[str, nn.Parameter, tuple[ParameterPlace, ...]]]:
     """Iterate over the parameters that a call takes: name, parameter and owners; each once."""
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter, nn.Module, str]]:
@@ -226,12 +228,12 @@ def _owned(modules: list[nn.Module], ignored: frozenset[int]) -> Iterator[tuple[
             if child is not None and state_of(child) is None:
                 yield from walk(child, f"{prefix}{name}.")
 
-    found: dict[int, tuple[str, nn.Parameter, dict[tuple[int, str], Owner]]] = {}
+    found: dict[int, tuple[str, nn.Parameter, dict[tuple[int, str], ParameterPlace]]] = {}
     for module in modules:
         for name, param, owner, attribute in walk(module, f"{type(module).__name__}."):
             _check_parameter(name, param)
             _, _, owners = found.setdefault(id(param), (name, param, {}))
-            owners[id(owner), attribute] = Owner.of(owner, attribute)
+            owners[id(owner), attribute] = ParameterPlace.of(owner, attribute)
     return ((name, param, tuple(owners.values())) for name, param, owners in found.values())
 
 
@@ -248,7 +250,7 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
 
 
 def _has_extensions(
-    owned: list[tuple[str, nn.Parameter, tuple[Owner, ...]]], plans: MeshPlans, sharding: Sharding
+    owned: list[tuple[str, nn.Parameter, tuple[ParameterPlace, ...]]], plans: MeshPlans, sharding: Sharding
 ) -> bool:
     """Return True if a tensor class is gathered in its own way; raise if the setup does not support that."""
     found = False

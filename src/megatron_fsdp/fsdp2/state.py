@@ -41,7 +41,7 @@ from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.hooks import is_compiled_in_place, uncompiled
 from megatron_fsdp.engine.schedule import SyncMode
-from megatron_fsdp.engine.unit import Owner, Unit, joined_late
+from megatron_fsdp.engine.unit import ParameterPlace, Unit, joined_late
 from megatron_fsdp.errors import ConfigurationError, DoorWords, ScheduleError, warn_caller
 from megatron_fsdp.fsdp2.even import EvenParameter
 from megatron_fsdp.fsdp2.shared_units import Settings, SharedUnits, check_before_passes, with_factor
@@ -116,7 +116,7 @@ class ShardState:
         sharding: Sharding,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
-        ignored: Sequence[Owner],
+        ignored: Sequence[ParameterPlace],
     ) -> None:
         self.params = params
         # Kept alive here, since the next call looks them up in a weak table. The others are of parameters on their own
@@ -262,7 +262,7 @@ class ShardState:
                     if param.requires_grad:
                         raise joined_late(f"{path}.{attribute}".lstrip("."), "a parameter")
                     for state in states:
-                        state._ignored.append(Owner.of(module, attribute))
+                        state._ignored.append(ParameterPlace.of(module, attribute))
 
     def _ignored_ids(self) -> frozenset[int]:
         return frozenset(id(owner.parameters.get(owner.attribute)) for owner in self._ignored)

@@ -24,7 +24,7 @@ _FRAMES_SHOWN = 4
 _PARAMETERS_SHOWN = 4
 
 _WAITING = {
-    Phase.GATHER: "starts to gather the weights of {unit}",
+    Phase.UNSHARD: "starts to gather the weights of {unit}",
     Phase.WAIT: "waits for the weights of {unit}",
     Phase.REDUCE: "starts to reduce the gradients of {unit}",
     Phase.RETIRE: "waits for the reduced gradients of {unit}",

@@ -292,7 +292,7 @@ def _communicated_bytes(phase: Phase, unit: Unit) -> int:
 
     0 for phases that send only a few numbers.
     """
-    if phase is Phase.GATHER:
+    if phase is Phase.UNSHARD:
         return unit.all_gather_bytes
     if phase is Phase.REDUCE:
         return unit.bucket_bytes

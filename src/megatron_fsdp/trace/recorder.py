@@ -43,7 +43,7 @@ MAX_RECORDS = 500_000
 """Records of one step; a model that only evaluates never ends one."""
 
 # Tuples and names of their own: hashing a member of an enumeration, and looking it up, takes longer than all else here.
-_OPENS_STEP = (Phase.GATHER, Phase.FORWARD, Phase.GATHER_OUTER)
+_OPENS_STEP = (Phase.UNSHARD, Phase.FORWARD, Phase.GATHER_OUTER)
 _SAMPLES_MEMORY = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE)
 _LAUNCH = (Moment.LAUNCHES, Moment.LAUNCHED)
 _COPY, _FORWARD, _INSTALL = Phase.COPY, Phase.FORWARD, Phase.INSTALL

@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from megatron_fsdp.comm.agreement import all_agree, default_if_all
 from megatron_fsdp.config.engine_options import EngineOptions
-from megatron_fsdp.engine.engine import OWNED_ENGINE, Engine
+from megatron_fsdp.engine.engine import ENGINE_ATTRIBUTE, Engine
 from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Ranks, Sharding, plan_unit, with_offload
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
@@ -167,7 +167,7 @@ def finish_in_place(
     engine = finish(units, unit_plan, by_path, ranks, options, events=ModuleEvents(), words=words)
     for root in roots:
         for _, module, _ in units_inside(root):
-            module.__dict__[OWNED_ENGINE] = engine
+            module.__dict__[ENGINE_ATTRIBUTE] = engine
     return engine
 
 

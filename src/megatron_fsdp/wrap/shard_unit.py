@@ -37,7 +37,7 @@ from megatron_fsdp.engine.memory import CommunicationPool
 from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ScheduleConfig, Scheduler, SyncMode
-from megatron_fsdp.engine.unit import Owner, StructureCheck, Unit
+from megatron_fsdp.engine.unit import ParameterPlace, StructureCheck, Unit
 from megatron_fsdp.engine.weight_quantizer import WeightQuantizer
 from megatron_fsdp.errors import WRAPPER_WORDS, ConfigurationError, DoorWords, warn_caller
 from megatron_fsdp.formats.fp8_linear import Fp8Quantizer, emulation_note
@@ -94,7 +94,7 @@ def shard_unit(
         of_groups.append(originals)
     for group, originals in zip(groups, of_groups, strict=True):  # all memory is there, so nothing can fail
         group.take_over(originals, objects)
-    by_owner = [[[Owner.of(*place) for place in places] for places in of_group] for of_group in held_by]
+    by_owner = [[[ParameterPlace.of(*place) for place in places] for places in of_group] for of_group in held_by]
     unit = Unit(index, name, groups, by_owner, modules, mode)
     unit.to_sharded()
     for group, originals in zip(groups, of_groups, strict=True):
