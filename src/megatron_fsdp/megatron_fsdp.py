@@ -270,7 +270,7 @@ class MegatronFSDP(nn.Module):
             dist_index,
             self.device,
             self._mode,
-            in_place=config.megatron_fsdp_version == 2,
+            per_unit=config.megatron_fsdp_version == 2,
         )
         if options.megatron_fsdp_use_decoupled_grad:
             for group in self._engine.groups():

@@ -82,18 +82,18 @@ def assemble(
     device: torch.device,
     mode: SyncMode,
     *,
-    in_place: bool = False,
+    per_unit: bool = False,
 ) -> Engine:
     """Replace the parameters of a model by shards; raise if it, or options together, cannot be sharded. Collective.
 
-    `in_place`: units are neither merged nor cut, as by one call for each (`in_place.py`).
+    `per_unit`: units are neither merged nor cut, as by one call for each (`in_place.py`).
     """
     options.check_capture()
-    delays = options.delay_wgrad_compute and not in_place
+    delays = options.delay_wgrad_compute and not per_unit
     with delayed_weight_gradients(module) if delays else nullcontext() as delayed:
         sharding = _sharding(module, options, dist_index, device)
         plan, formats = _plan_together(module, grouping, sharding, mode)
-        if in_place:
+        if per_unit:
             _refuse_in_place(plan, sharding, formats)
         move_buffers(module, device)
         _match_ranks(module, sharding)
@@ -103,7 +103,7 @@ def assemble(
         if options.own_groups:
             sharding = sharding.over_own_groups()
         with all_agree(DOING, sharding.ranks.reaching_all):  # memory may run out on one rank
-            if in_place:
+            if per_unit:
                 known = KnownPlans()
                 for spec in plan.units[::-1]:  # the root last
                     modules = [module.get_submodule(path) for path in spec.modules]
