@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -201,22 +200,6 @@ def save_once(root: str) -> None:
     model, optimizer = wrap("odd_shapes", 3, 0)
     step("odd_shapes", model, optimizer, 1)
     save_checkpoint(model, optimizer, root, iteration=1)
-
-
-@on_ranks(2)
-def test_each_file_is_looked_at_by_one_rank(saved: Path) -> None:
-    looked, is_a_file = [], Path.is_file
-
-    def is_file(path: Path) -> bool:
-        looked.append(path.name)
-        return is_a_file(path)
-
-    model, optimizer = wrap("odd_shapes", 3, 5)
-    with mock.patch.object(Path, "is_file", is_file):
-        load_checkpoint(model, optimizer, saved)
-    told: list[Any] = [None, None]
-    dist.all_gather_object(told, [name for name in looked if name.endswith(".distcp")])
-    assert sorted(told[0] + told[1]) == [f"__{rank}_0.distcp" for rank in range(3)]
 
 
 def refusal_to_load(name: ModelName, root: Path) -> str:

@@ -63,25 +63,6 @@ def test_ranks_with_other_configurations_are_all_refused(first: Fields, others: 
     assert any(name in message for name in {**first, **others} if first.get(name) != others.get(name))
 
 
-@on_ranks(2)
-def test_modules_inside_cost_no_hook_of_ours_while_the_model_runs_and_may_be_called_on_their_own() -> None:
-    model = DistributedDataParallel(DistributedDataParallelConfig(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
-    inner, counts = model.module[1], list[int]()  # type: ignore[index]
-
-    def count(module: nn.Module, args: Any) -> None:
-        counts.append(len(module._forward_pre_hooks))
-        if args[0] is None:
-            raise ValueError("nothing to compute with")
-
-    inner.register_forward_pre_hook(count)
-    x = torch.ones(2, 3)
-    expected = model.module[0](x)  # type: ignore[index]
-    assert torch.equal(model(x), inner(expected))
-    assert "nothing to" in refusal(inner, None, error=ValueError)
-    assert torch.equal(model(x), inner(expected))
-    assert counts == [1, 2, 2, 1, 2]
-
-
 def bucketed(config: DistributedDataParallelConfig, steps: int = 0, **arguments: Any) -> Description:
     with simulated_ranks(4, rank=2) as mesh:
         model = DistributedDataParallel(config, Tower(), mesh, **arguments)

@@ -293,13 +293,12 @@ class CheckpointFolder:
         path: The folder with `.metadata` in it (an `iter_*` folder, not the one above).
         check: Whether all files have to be there and long enough, and the manifest, where there is one, to agree with
             the metadata; else what is wrong shows when it is read.
-        share: Which of so many ranks this is; each looks at its share of the files.
 
     Raises:
         CheckpointError: It is missing, not a checkpoint, incomplete or damaged; names what.
     """
 
-    def __init__(self, path: str | Path, *, check: bool = True, share: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, path: str | Path, *, check: bool = True) -> None:
         self.path = Path(path)
         self._open_files: dict[str, io.BufferedReader] | None = None
         self._indices: dict[str, BoxIndex] = {}
@@ -321,7 +320,7 @@ class CheckpointFolder:
             self.paths = _paths_of(self.metadata, where, ReadingBudget(len(raw), where))
         if not check:
             return
-        problems = [f"{name} {problem}" for name, problem in self.file_problems(share).items()]
+        problems = [f"{name} {problem}" for name, problem in self.file_problems().items()]
         if problems:
             raise CheckpointError(
                 f"{self.path} is incomplete: {'; '.join(problems[:8])}; restore the files, or use another checkpoint"
@@ -356,14 +355,13 @@ class CheckpointFolder:
             needed[span.file] = max(needed[span.file], span.offset + span.length)
         return needed
 
-    def file_problems(self, share: tuple[int, int] = (0, 1)) -> dict[str, str]:
-        """Describe files that are missing or too short, by name; one of several ranks looks at its share of them."""
-        rank, ranks = share
+    def file_problems(self) -> dict[str, str]:
+        """Describe files that are missing or too short, by name."""
         found = {}
         told = Counter[str]()
         for _, span in self.spans():
             told[span.file] += span.length
-        for name, needed in sorted(self.files.items())[rank::ranks]:
+        for name, needed in sorted(self.files.items()):
             path = self.path / name
             try:
                 has = path.stat().st_size if path.is_file() else None

@@ -78,7 +78,7 @@ def load_checkpoint(
     notes: list[str] = []
 
     def prepare() -> tuple[Match, LoadReport, dict[str, Any], Callable[[], None]]:
-        stored = CheckpointFolder(folder, share=(rank_of(group), world_size_of(group)))
+        stored = CheckpointFolder(folder)
         match = _matched(stored if view is None else view(stored), model, optimizer, extra or {})
         report = match.report()
         if strict:

@@ -45,13 +45,12 @@ def register_hooks(engine: Engine, root: nn.Module | None) -> None:
     reference = weakref.ref(engine)
     modules = unit_modules_of(engine)
     unit_modules = {id(module) for *_, module in modules}
-    inside = tuple(_RootForward(reference, module) for module in _outside_of_units(root, unit_modules))
     for unit_index, module_index, module in modules:
         watch = None
         # Weights that are whole between uses need no announced backward: autograd finds them anyway.
         if engine.units[unit_index].shards_compute_weights:
             watch = ForwardGraph(module if unit_index != ROOT_UNIT else None, unit_modules)
-        entry = _UnitModule(unit_index, module_index, watch, inside if unit_index == ROOT_UNIT else ())
+        entry = _UnitModule(unit_index, module_index, watch)
         before = partial(_pre_forward, reference, entry)
         after = partial(_post_forward, reference, entry)
         engine.units[unit_index].forward_hooks.append((before, after))
@@ -63,6 +62,9 @@ def register_hooks(engine: Engine, root: nn.Module | None) -> None:
         # First of all pre-hooks, so that the user's see full weights; and after exceptions too, to reshard.
         module.register_forward_pre_hook(uncompiled(before), prepend=True)
         module.register_forward_hook(uncompiled(after), always_call=True, with_kwargs=True)
+    for inner in _outside_of_units(root, unit_modules) if root is not None else ():
+        root_forward = _RootForward(reference)
+        inner.register_forward_pre_hook(uncompiled(root_forward.enter), prepend=True)
     for unit in engine.units:
         # Gradients come by hooks of parameters, whatever way the module tree was called.
         for group_index in range(len(unit.groups)):
@@ -87,7 +89,6 @@ class _UnitModule(NamedTuple):
     unit: int
     module_index: int = 0
     watch: ForwardGraph | None = None
-    inside: tuple[_RootForward, ...] = ()  # of the root: hooks that are taken out while its forward runs
 
 
 def _pre_forward(reference: weakref.ref[Engine], entry: _UnitModule, _module: nn.Module, _args: Any) -> None:
@@ -97,8 +98,6 @@ def _pre_forward(reference: weakref.ref[Engine], entry: _UnitModule, _module: nn
     if entry.unit not in engine.units_in_full_context:
         with outside_of_transforms():
             engine.pre_forward(entry.unit, entry.module_index)
-    for each in entry.inside:
-        each.put(back=False)
 
 
 def _post_forward(
@@ -109,9 +108,6 @@ def _post_forward(
     auxiliary, has_graph = entry.watch.end() if entry.watch is not None else ([], False)
     if engine is None:
         return output  # the pre-hook has raised for it, and this hook is called even so
-    if engine.scheduler.forward_depth(unit_index) <= 1:
-        for each in entry.inside:
-            each.put(back=True)
     if unit_index in engine.units_in_full_context:
         return output
     unit = engine.units[unit_index]
@@ -150,27 +146,16 @@ class _RootForward:
     Callers may enter below the root: peft's `generate` calls the model inside of its wrapper, people call a head or
     an embedding. Then the root's forward is this module's.
 
-    Every call of every module pays for its hooks, so those before the forward are taken out while the root's own
-    forward runs; and the one after the forward is registered when it is first needed, by the one before it.
+    Every call of every module pays for its hooks, so the hook after the forward is registered when it is first needed,
+    by the hook before the forward.
     """
 
-    def __init__(self, reference: weakref.ref[Engine], module: nn.Module) -> None:
+    def __init__(self, reference: weakref.ref[Engine]) -> None:
         self._reference = reference
-        self._hook = uncompiled(self._enter)
-        self._handle = module.register_forward_pre_hook(self._hook, prepend=True)
         self._leaves = False  # the hook after the forward is registered
         self._opened: list[bool] = []  # one entry per running call: whether it opened the root's forward
 
-    def put(self, back: bool) -> None:
-        """Put the hook before the forward back into the module, in front of the user's, or take it out."""
-        hooks = self._handle.hooks_dict_ref()
-        if back and hooks is not None:  # else the module was deleted
-            hooks[self._handle.id] = self._hook
-            hooks.move_to_end(self._handle.id, last=False)
-        elif hooks is not None:
-            hooks.pop(self._handle.id, None)
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def enter(self, module: nn.Module, args: Any) -> None:
         """Begin the root's forward, unless it runs."""
         scheduler = alive(self._reference).scheduler
         # In backward it is a recomputation, inside of the forward that the root has begun long before.
@@ -190,13 +175,13 @@ class _RootForward:
         return output
 
 
-def _outside_of_units(root: nn.Module | None, unit_modules: set[int]) -> Iterator[nn.Module]:
+def _outside_of_units(module: nn.Module, unit_modules: set[int]) -> Iterator[nn.Module]:
     """Iterate over modules with parameters that are neither a unit nor inside of one, without the root; each once.
 
     Parametrizations are left out: they run when an attribute is read, and not in a forward.
     """
-    seen: set[int] = {id(root)}
-    waiting = [] if root is None else [root]
+    seen: set[int] = {id(module)}
+    waiting = [module]
     while waiting:
         for child in waiting.pop().children():
             if isinstance(child, ParametrizationList):

@@ -34,10 +34,14 @@ _ALTERNATIVES = (nn.ModuleDict, nn.ModuleList)
 """Containers whose owner may choose a module by key or index, so that ranks may call different modules."""
 
 _LEAST_SHARE = 1 / 4
-"""An embedding or head with a smaller share of the parameters of the largest block stays in the root."""
+_LEAST_SHARE_BESIDE_NAMED = 1 / 2
+"""An embedding or head with a smaller share of the parameters of the largest block stays in the root. Beside units that
+were named it has to save more memory."""
 
 
-def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+def large_ends(
+    module: nn.Module, blocks: Mapping[str, nn.Module], least_share: float = _LEAST_SHARE
+) -> dict[str, nn.Module]:
     """Find the embeddings and linear layers outside of blocks that are large enough to be units.
 
     In the root they would stay gathered from the beginning of forward to the end of backward, and share its bucket. An
@@ -45,7 +49,7 @@ def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, 
 
     * without modules inside, and outside of every block;
     * whose parameters belong to it alone: tied weights are needed in two places;
-    * with at least a quarter of the parameters of the largest block. A smaller one would add a collective and save
+    * with at least `least_share` of the parameters of the largest block. A smaller one would add a collective and save
       next to nothing beside a slot and a bucket;
     * that every rank calls: not inside a `ModuleDict` or `ModuleList`, nor anything named after experts; and that is
       called rather than read: not inside torch's attention and encoder layers, nor read by a forward outside of it,
@@ -59,7 +63,7 @@ def large_ends(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, 
         for path, owner in (("", module), *_outside(module, inside))
         for attributes in _attributes_read(type(owner))
     }
-    least_numel = max(_numel(block) for block in blocks.values()) * _LEAST_SHARE
+    least_numel = max(_numel(block) for block in blocks.values()) * least_share
     owners = parameter_owners(module)
     return {
         name: candidate
@@ -78,7 +82,7 @@ def ends_of_vocabulary(module: nn.Module, blocks: Mapping[str, nn.Module]) -> di
     Every rank calls these two. Other layers outside of the units may be called on some ranks only, which the root
     allows and a unit does not.
     """
-    ends = large_ends(module, blocks)
+    ends = large_ends(module, blocks, _LEAST_SHARE_BESIDE_NAMED)
     rows = {end.num_embeddings for end in ends.values() if isinstance(end, nn.Embedding)}
     outputs = {end.out_features for end in ends.values() if isinstance(end, nn.Linear)}
     sizes = {
