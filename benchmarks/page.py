@@ -94,15 +94,14 @@ for each rank's part of a tensor. The next save of the same tensors and objects 
 
 | 16,384 ranks | wrap, CPU s | padding, % | collectives of a step | boxes of a save, millions | first rank: CPU s, MiB |
 | --- | --- | --- | --- | --- | --- |
-| Llama-3 8B | 0.6 | 0.02 | 54 | 2.6 | 4.8, 334 |
-| Llama-3 70B | 1.6 | 0.01 | 246 | 11.9 | 12.9, 838 |
-| Llama-3 405B | 3.2 | 0.00 | 384 | 18.9 | 18.8, 1,221 |
-| DeepSeek-V3 | 2.7 | 0.60 | 184 | 6.6 | 9.2, 558 |
+| Llama-3 8B | 0.7 | 0.02 | 54 | 2.6 | 3.7, 207 |
+| Llama-3 70B | 1.4 | 0.01 | 246 | 11.9 | 5.1, 333 |
+| Llama-3 405B | 2.5 | 0.00 | 384 | 18.9 | 6.4, 427 |
+| DeepSeek-V3 | 2.4 | 0.60 | 184 | 6.6 | 4.9, 285 |
 
 Beside FSDP2 with torch's planner, Llama-3 8B on 64 ranks: 7,847 entries of a save for 74,496, and 0.2 s of CPU at the
 first rank for about 10.5. Not mended yet: `.metadata` has about 50 bytes for each box, and every rank that loads
-reads all of them, in about 60 microseconds of CPU for each. The first rank of 405B was measured
-again once tensors that are cut alike shared their boxes in it: 8.0 s, 432 MiB, and 973 MB of `.metadata` for 2,856.
+reads all of them, in about 60 microseconds of CPU for each.
 [All counts](../benchmarks/results/scale.md).
 """
 
