@@ -24,7 +24,7 @@ from megatron_fsdp.errors import WRAPPER_WORDS, MegatronFSDPError, missing_ranks
 class Phase(Enum):
     """A phase of a step on this rank's host. Phases nest: a forward inside a backward is a recomputation."""
 
-    UNSHARD = "gather"  # starting the all-gather of a unit's weights
+    UNSHARD = "gather"  # starting the all-gather of a unit's weights; the value is in recorded traces
     WAIT = "wait"  # waiting for them
     RESHARD = "release"  # the value is in recorded traces
     REDUCE = "reduce"  # starting the reduction of a unit's gradients

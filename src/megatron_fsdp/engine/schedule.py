@@ -45,9 +45,8 @@ class ScheduleConfig:
 
     trainable: tuple[bool, ...]  # for each unit, root first, whether it has parameters that take gradients
     gathers: bool = True  # whether weights must be made full before use: gathered from ranks, or copied from the host
-    shares_slots: bool = (
-        True  # full weights exist only while unsharded (strategy 3, offloaded); else each unit has its full buffer
-    )
+    # full weights exist only while unsharded (strategy 3, or offloaded); else each unit's full buffer stays
+    shares_slots: bool = True
     slots: int = 2  # units other than the root that can be gathered at a time, at least 1
     forward_prefetch_units: int = 1  # how many units to gather ahead in forward
     backward_prefetch_units: int = 1  # how many units to gather ahead in backward

@@ -26,7 +26,7 @@ of every second product; or the MLP (or mixture) of layers."""
 
 
 def one_of(what: str, given: str, known: Mapping[str, Known]) -> Known:
-    """Look up a name. The error for an unknown one begins with `what`, and names the nearest and all known ones."""
+    """Look up a name; raise a ConfigurationError for an unknown one, with the nearest and all known names."""
     if given in known:
         return known[given]
     nearest = difflib.get_close_matches(given.lower(), known, n=1, cutoff=0.4)
