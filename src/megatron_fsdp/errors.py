@@ -25,8 +25,8 @@ _NOT_THE_USER = (__name__.partition(".")[0], "torch", "dataclasses", "contextlib
 
 
 @dataclass(frozen=True)
-class DoorWords:
-    """The remedies that messages of the engine name, in the words of the interface by which a model was sharded."""
+class Remedies:
+    """The remedies that messages of the engine name: calls of the interface by which a model was sharded."""
 
     reset: str = "reset() on the model"  # to call after an exception
     join: str = (  # of ranks that sent different things
@@ -39,7 +39,7 @@ class DoorWords:
     )
 
 
-WRAPPER_WORDS = DoorWords()
+WRAPPER_REMEDIES = Remedies()
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning, *, is_first: bool | None = None) -> None:

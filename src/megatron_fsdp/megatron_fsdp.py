@@ -494,7 +494,7 @@ class MegatronFSDP(nn.Module):
         super().zero_grad(set_to_none)
         params = [param for _, _, param in self._named_parameters()]
         self._engine.clear_decoupled_gradients(params, set_to_none)
-        self._engine.forget_pending_gradients(params)
+        self._engine.drop_unsynced_gradients(params)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -505,7 +505,7 @@ class MegatronFSDP(nn.Module):
         torch refuses infinity for ranks that own no element of some parameter. With `error_if_nonfinite` a norm that is
         NaN or infinite raises NonFiniteNormError (a RuntimeError, as torch's) on every rank and leaves gradients alone.
         """
-        self._engine.sync_if_deferred()
+        self._engine.sync_if_unreduced()
         return clip_gradients(self._engine, max_norm, norm_type, error_if_nonfinite)
 
     def scale_gradients(self, scaling_factor: float) -> None:
@@ -627,11 +627,11 @@ class MegatronFSDP(nn.Module):
 
     def start_grad_sync(self, *_unused: Any) -> None:
         """Reduce unreduced gradients, if any."""
-        self._engine.flush_deferred()
+        self._engine.reduce_deferred()
 
     def synchronize_gradient_reduce(self) -> None:
         """Wait until every gradient is reduced."""
-        self._engine.flush_deferred()
+        self._engine.reduce_deferred()
 
     def attach_grad_to_optimizer_state(self) -> None:
         """Set `.grad` of the sharded parameters to the reduced gradients."""
@@ -752,9 +752,9 @@ class MegatronFSDP(nn.Module):
         )
 
     @property
-    def has_deferred_gradients(self) -> bool:
+    def has_unreduced_gradients(self) -> bool:
         """True if there are unreduced gradients; the next gradient sync, or `finish_grad_sync`, reduces them."""
-        return self._engine.has_deferred_gradients
+        return self._engine.has_unreduced_gradients
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -205,7 +205,7 @@ class GradReducePipeline(_Pipeline):
         suggested_queue_capacity: int | None = None,  # noqa: ARG002
     ) -> None:
         """Reduce unreduced gradients, and wait for every reduction, however many may be left in flight."""
-        self._engine.flush_deferred()
+        self._engine.reduce_deferred()
 
     def reset(self) -> None:
         """Wait for every reduction that is in flight."""

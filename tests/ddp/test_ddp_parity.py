@@ -202,11 +202,11 @@ def defer_and_finish(run: Run) -> None:
         for microbatch in range(3):
             run.loss(10 * step + microbatch).backward()
         if run.sharded is not None:
-            assert run.sharded.has_deferred_gradients
+            assert run.sharded.has_unreduced_gradients
             run.sharded.start_grad_sync()
             run.sharded.finish_grad_sync()
             run.sharded.finish_grad_sync()
-            assert not run.sharded.has_deferred_gradients
+            assert not run.sharded.has_unreduced_gradients
         run.step()
     if run.sharded is not None:
         run.sharded.broadcast_params()

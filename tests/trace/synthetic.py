@@ -63,7 +63,7 @@ KNOWN = replace(
     EMPTY,
     spans=(
         span("forward", 0, 700),
-        span("gather", 100, 150, depth=1, unit=1, num_bytes=100),
+        span("unshard", 100, 150, depth=1, unit=1, num_bytes=100),
         span("forward", 300, 600, depth=1, unit=1),
         span("wait", 410, 490, depth=2, unit=1),
         span("blocked", 420, 480, depth=3, unit=1),

@@ -190,7 +190,7 @@ def test_a_timeline_as_events() -> None:
     stream = complete[100, "gather layers.0"]
     assert (stream["ts"], stream["dur"]) == (0.11, 0.36)  # microseconds
     assert stream["args"] == {"unit": "layers.0", "step": 0, "bytes": 100, "axis": "dp", "number": 0}
-    launch = complete[COMPUTE_THREAD, "gather layers.0"]
+    launch = complete[COMPUTE_THREAD, "unshard layers.0"]
     assert (launch["ts"], launch["dur"], launch["args"]["bytes"]) == (0.1, 0.05, 100)
     assert complete[STEPS_THREAD, "step 0"]["dur"] == 1.0
     assert (COMPUTE_THREAD, "optimizer") in complete

@@ -118,7 +118,7 @@ class DistributedOptimizer(Optimizer):
 
     def count_zeros(self) -> int:
         """Count the zeros of all gradients, each element once over all ranks. Collective."""
-        self._model._engine.sync_if_deferred()
+        self._model._engine.sync_if_unreduced()
         total = self._model.gradient_statistics().total
         return round(total.zero_fraction * total.numel) if total.numel else 0
 

@@ -207,7 +207,7 @@ class MegatronCalls(MegatronFSDP):
         if synchronize and on_accelerator:
             torch.accelerator.synchronize(self.device)
         engine.clear_gradients()
-        engine.release_gradients()
+        engine.free_cleared_gradients()
         engine.takes_gradients = False
         if empty_cache and on_accelerator:
             torch.accelerator.empty_cache()

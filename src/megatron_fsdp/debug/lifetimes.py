@@ -24,7 +24,7 @@ from megatron_fsdp.errors import LifetimeError, ScheduleError
 
 # The states of borrowed memory:
 #
-#     gathered weights   SHARDED -> GATHERING -> READY -> SHARDED
+#     gathered weights   SHARDED -> UNSHARDING -> READY -> SHARDED
 #     bucket             EMPTY -> FILLING -> REDUCING -> EMPTY
 #     scratch            EMPTY -> REDUCING -> EMPTY
 #
@@ -35,7 +35,7 @@ class State(Enum):
     """The state of borrowed memory."""
 
     SHARDED = "SHARDED"  # weights that nothing may read
-    GATHERING = "GATHERING"  # a collective writes
+    UNSHARDING = "UNSHARDING"  # a collective writes
     READY = "READY"  # compute may read
     EMPTY = "EMPTY"  # not lent
     FILLING = "FILLING"  # gradients are copied in
@@ -60,13 +60,13 @@ Table = dict[tuple[State, Event], State]
 
 LEGAL: dict[BorrowedMemory, Table] = {
     BorrowedMemory.WEIGHTS: {
-        (State.SHARDED, Event.GATHER): State.GATHERING,
-        (State.GATHERING, Event.ARRIVE): State.READY,
+        (State.SHARDED, Event.GATHER): State.UNSHARDING,
+        (State.UNSHARDING, Event.ARRIVE): State.READY,
         (State.READY, Event.COMPUTE): State.READY,
         (State.READY, Event.RELEASE): State.SHARDED,
         (State.BROKEN, Event.ARRIVE): State.BROKEN,
         (State.BROKEN, Event.RELEASE): State.SHARDED,
-        (State.BROKEN, Event.GATHER): State.GATHERING,
+        (State.BROKEN, Event.GATHER): State.UNSHARDING,
     },
     BorrowedMemory.BUCKET: {
         (State.EMPTY, Event.LEND): State.FILLING,

@@ -41,7 +41,7 @@ from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup, agree_on_amaxes
 from megatron_fsdp.engine.schedule import Action, Operation, Scheduler, SyncScope
 from megatron_fsdp.engine.unit import StructureCheck, Unit
-from megatron_fsdp.errors import ConfigurationError, DoorWords, ScheduleError
+from megatron_fsdp.errors import ConfigurationError, Remedies, ScheduleError
 from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.units import ROOT_UNIT, UnitPlan
 
@@ -155,7 +155,7 @@ class Engine:
     rank_meshes: tuple[RankMesh, ...]  # of all groups, the same on all ranks and in one order
     reaching_all: tuple[dist.ProcessGroup | None, ...]  # groups that together reach every rank of the model
     structure: StructureCheck  # finds parameters that join the model later
-    words: DoorWords  # of remedies, in messages
+    remedies: Remedies  # that messages name
     expert_names: ExpertNames  # over all ranks
     # With a queue of weight gradients that wait for the end of backward, all gradients stay where autograd puts
     # them until then; buckets are filled and reduced at the end of backward, one unit after another.
@@ -171,13 +171,13 @@ class Engine:
     def __post_init__(self) -> None:
         options = self.options
         self.observers = self.executor.observers
-        self.observers.words = self.words
+        self.observers.remedies = self.remedies
         self._check_of_buckets = next((each for each in self.gradient_checks if each.sees_buckets), None)
         self.keeps_gradients = options.megatron_fsdp_cuda_graph_mode
         self._was_captured = False  # there is a graph that may be replayed at any time
         # Apart for each: the ranks that share a dense parameter hold different experts.
         self._usage = {
-            rank_mesh: UsageAgreement(rank_mesh, self.device, options.find_unused_parameters, self.words.join)
+            rank_mesh: UsageAgreement(rank_mesh, self.device, options.find_unused_parameters, self.remedies.join)
             for rank_mesh in self.rank_meshes
         }
         self._modes = {id(unit.mode): unit.mode for unit in self.units}.values()
@@ -194,7 +194,7 @@ class Engine:
         self.connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._agreed_params: set[int] = set()  # ids of parameters whose use ranks agreed on before a change
         self._agreed_since_change = False  # there was a sync since parameters were last frozen or unfrozen
-        self._has_unattached = False  # there was a backward since the last sync
+        self._has_unsynced = False  # there was a backward since the last sync
         self._defers = False  # some backward since the last sync defers its reduction
         self._may_differ = False  # since a reset, ranks may hold unreduced gradients for different groups
         self.unsharded_for_backward: set[int] = set()  # units whose modules hold full parameters for the backward
@@ -248,12 +248,12 @@ class Engine:
         elif self.scheduler.in_backward and torch._C._current_graph_task_id() == -1:  # autograd executes nothing
             raise ScheduleError(
                 "a forward began while the previous backward had not ended, so that backward must have failed; "
-                f"call {self.words.reset} after an exception and go on with the next batch"
+                f"call {self.remedies.reset} after an exception and go on with the next batch"
             )
         if self.executor.is_broken:
             raise ScheduleError(
                 "communication of an earlier forward or backward failed, so its weights are not what they should be; "
-                f"call {self.words.reset} on every rank and go on with the next batch"
+                f"call {self.remedies.reset} on every rank and go on with the next batch"
             )
         self.executor.run(self.scheduler.forward_begins(unit_index))
         # See Note [Weights of other units]: only now, since the operations may have resharded any unit.
@@ -372,7 +372,7 @@ class Engine:
         """Adopt changes of main weights and `requires_grad` (by optimizer, checkpoint or user) since the last pass."""
         if self.has_newer_weights:
             self.install_main_weights()
-        self.release_gradients()  # cleared ones, since forward is where most memory is needed
+        self.free_cleared_gradients()  # cleared ones, since forward is where most memory is needed
         for group in self.groups():
             group.check_parameters()
         self._adopt_requires_grad()
@@ -428,7 +428,7 @@ class Engine:
             # The group had no share in its unit's bucket, after whose size the pools are made.
             unit.plan_buckets()
             self.executor.make_block_pools()
-        group.set_trainable(trainable, self._has_unattached)
+        group.set_trainable(trainable, self._has_unsynced)
         if self._local_weights is not None and unit.index in self._local_weights:
             self._local_weights[unit.index][group_index] = group.local_compute_weights()
         self.watch_gradients(unit.index, group_index)
@@ -612,7 +612,7 @@ class Engine:
             self.executor.run(self.scheduler.weights_changed())
         self._adopt_requires_grad()  # parameters frozen since the forward get no gradient
         self._show_local_weights()
-        self._callback_queued = self._has_unattached = True
+        self._callback_queued = self._has_unsynced = True
         self._defers |= not self.syncs
         self.backward_number += 1
         self._backward_thread = threading.get_ident()
@@ -683,7 +683,7 @@ class Engine:
         return [(each.group, each.gradients) for unit in self.units for each in unit.trained]
 
     @property
-    def has_deferred_gradients(self) -> bool:
+    def has_unreduced_gradients(self) -> bool:
         """True if gradients wait to be reduced, by the next backward that synchronises or by `finish_grad_sync`."""
         return any(
             found.has_unreduced_gradient or found.has_partly_reduced for _, found in self.groups_with_gradients()
@@ -705,19 +705,19 @@ class Engine:
         self._sync_gradients(self.units)
 
     def _sync_gradients(self, units: Sequence[Unit]) -> None:
-        self.flush_deferred(units)
+        self.reduce_deferred(units)
         self.attach_gradients(units)
         self.microbatch_count = 0
 
-    def sync_if_deferred(self) -> None:
+    def sync_if_unreduced(self) -> None:
         """Run the gradient sync that no backward has run, if any is due."""
         self.on_pass(Pass.NONE)
         by_call = not all(mode.auto_sync for mode in self._modes)
         # Where the last backward was told to sync, and has, ranks need not agree on its gradients again.
-        if self.has_deferred_gradients or (by_call and (self._has_unattached or not self.syncs)):
+        if self.has_unreduced_gradients or (by_call and (self._has_unsynced or not self.syncs)):
             self._sync_gradients(self.units)
 
-    def flush_deferred(self, units: Sequence[Unit] | None = None) -> None:
+    def reduce_deferred(self, units: Sequence[Unit] | None = None) -> None:
         """Reduce deferred gradients of units (None: of all), from the last one to the root, and wait for them.
 
         Raises:
@@ -745,7 +745,7 @@ class Engine:
         """Set `.grad` of the sharded parameters of units (None: of all) to the main gradients."""
         units = self.units if units is None else units
         is_partial = len(units) < len(self.units)
-        self._defers = self._has_unattached = is_partial
+        self._defers = self._has_unsynced = is_partial
         self._agreed_since_change = not is_partial
         renewed: list[tuple[ParameterGroup, list[bool]]] = []
         synced = [each for unit in units for each in unit.trained if any(each.group.trained_since_attach)]
@@ -863,13 +863,13 @@ class Engine:
                 own = (rank_mesh.group,) if rank_mesh.group not in self.reaching_all else ()
                 raise_together(None, "comparing facts", (*own, *self.reaching_all), of_mesh)  # other ranks stop, too
 
-    def forget_pending_gradients(self, params: Iterable[nn.Parameter]) -> None:
+    def drop_unsynced_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Drop gradients that were accumulated for sharded parameters and are not in their `.grad` yet."""
-        if any(found.has_unattached for _, found in self.groups_with_gradients()):
+        if any(found.has_unsynced for _, found in self.groups_with_gradients()):
             for group, index in (self.group_and_index[id(param)] for param in params):
                 if group.gradients is not None:
-                    group.gradients.drop_unattached(index)
-        self.release_gradients()
+                    group.gradients.drop_unsynced(index)
+        self.free_cleared_gradients()
 
     def clear_decoupled_gradients(self, params: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
         """Clear the `.decoupled_grad` of sharded parameters; no-op for gradients in `.grad`."""
@@ -883,12 +883,12 @@ class Engine:
                 else:
                     grad.zero_()
 
-    def release_gradients(self) -> None:
+    def free_cleared_gradients(self) -> None:
         """Free the memory of cleared gradients: forward and evaluation may need it."""
         if self.scheduler.in_backward or self.keeps_gradients:
             return  # some may be in reduction, or a captured step writes them where they are
         for group, gradients in self.groups_with_gradients():
-            gradients.release(group.sharded)
+            gradients.free_if_cleared(group.sharded)
 
     def prefetch_weights(self, wait: bool) -> None:
         """All-gather units ahead of the next forward, root first, as far as there are slots."""

@@ -172,7 +172,7 @@ class MainGradient:
             torch._foreach_copy_(shards, list(chosen.values()))
             self.local.copy_(torch.where(rounded == found, self.local, found.to(self.dtype)))
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Free the memory. Call it when no element counts and nothing that writes here is in flight."""
         if not self.held_bytes:
             return
@@ -577,12 +577,12 @@ class GradientBuffers:
                 waiting.mul_(factor)
 
     @property
-    def has_unattached(self) -> bool:
+    def has_unsynced(self) -> bool:
         """True if any gradient was accumulated that is not attached as `.grad`."""
         waits = self.has_unreduced_gradient or self.has_partly_reduced
         return waits or not all(each.attached for each in self.of_parameter)
 
-    def drop_unattached(self, index: int) -> None:
+    def drop_unsynced(self, index: int) -> None:
         """Drop the accumulated gradient of one parameter that is not attached as its `.grad` yet."""
         own = self.of_parameter[index]
         if not own.attached:
@@ -592,7 +592,7 @@ class GradientBuffers:
         if self._partly_reduced is not None:
             shard_view(self.layout, self.reducer.first_region, self._partly_reduced, index).zero_()
 
-    def release(self, params: Sequence[nn.Parameter]) -> None:
+    def free_if_cleared(self, params: Sequence[nn.Parameter]) -> None:
         """Free the main gradient's memory if no parameter has a gradient.
 
         Not to be called while reductions are in flight.
@@ -601,7 +601,7 @@ class GradientBuffers:
             return
         counts = any(each.counts and not each.attached for each in self.of_parameter)
         if not counts and all(grad is None for grad in get_grads(params, self.grad_attribute)):
-            self.main.release()
+            self.main.free()
 
     def clear(self) -> None:
         """Drop all accumulated and all deferred gradients."""

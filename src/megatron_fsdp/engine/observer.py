@@ -18,15 +18,15 @@ import torch.distributed as dist
 from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.engine.memory import Block
 from megatron_fsdp.engine.schedule import Action
-from megatron_fsdp.errors import WRAPPER_WORDS, MegatronFSDPError, missing_ranks, words_of
+from megatron_fsdp.errors import WRAPPER_REMEDIES, MegatronFSDPError, missing_ranks, words_of
 
 
 class Phase(Enum):
     """A phase of a step on this rank's host. Phases nest: a forward inside a backward is a recomputation."""
 
-    UNSHARD = "gather"  # starting the all-gather of a unit's weights; the value is in recorded traces
+    UNSHARD = "unshard"  # starting the all-gather of a unit's weights
     WAIT = "wait"  # waiting for them
-    RESHARD = "release"  # the value is in recorded traces
+    RESHARD = "reshard"  # its weights leave their slot
     REDUCE = "reduce"  # starting the reduction of a unit's gradients
     FINALISE = "finalise"  # the backward is over: waiting for all reductions, setting gradients
     GATHER_OUTER = "outer gather"  # starting an all-gather over the outer axis
@@ -128,7 +128,7 @@ class Observers:
     def __init__(self) -> None:
         self.watching: tuple[Observer, ...] = ()  # in the order in which they were added
         self.active = False  # there is any; asked before each report, so that none costs a truth value
-        self.words = WRAPPER_WORDS
+        self.remedies = WRAPPER_REMEDIES
         self._next = 0
         self._computing: list[int] = []  # the unit whose backward computes, if any
         self.steps = 0  # how often weights have been installed while there were observers
@@ -237,7 +237,7 @@ def explain(error: BaseException, where: str, observers: Observers) -> None:
         return
     explanations = [text for text in (observer.explains() for observer in observers.watching) if text]
     missing = missing_ranks(error, where)
-    advice = f"{where}; {missing}{_HANG_ADVICE.format(join=observers.words.join)}"
+    advice = f"{where}; {missing}{_HANG_ADVICE.format(join=observers.remedies.join)}"
     words = [where, *explanations] if explanations else [advice]
     error.args = ("\n".join([*words, words_of(error)]), *error.args[1:])
     error.__explained__ = True  # type: ignore[attr-defined]

@@ -335,14 +335,14 @@ class ParameterGroup:
             any(self.trainable) or self.gradients.is_filling or self.gradients.has_unreduced_gradient
         )
 
-    def set_trainable(self, trainable: Sequence[bool], has_unattached: bool) -> None:
+    def set_trainable(self, trainable: Sequence[bool], has_unsynced: bool) -> None:
         """Set `requires_grad` of each full parameter; True needs memory for gradients (`begin_training`).
 
-        `has_unattached`: gradients have come since some were last attached.
+        `has_unsynced`: gradients have come since some were last attached.
         """
         self.trainable = list(trainable)
         self.trained_since_attach = [
-            now or (before and has_unattached) for now, before in zip(trainable, self.trained_since_attach, strict=True)
+            now or (before and has_unsynced) for now, before in zip(trainable, self.trained_since_attach, strict=True)
         ]
         for index, (param, is_trainable) in enumerate(zip(self.full, trainable, strict=True)):
             param.requires_grad_(is_trainable)

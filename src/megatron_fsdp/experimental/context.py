@@ -25,7 +25,7 @@ from megatron_fsdp.config.switches import resolve_verify_ranks
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.schedule import SyncMode
-from megatron_fsdp.errors import DoorWords, ScheduleError, warn_caller
+from megatron_fsdp.errors import Remedies, ScheduleError, warn_caller
 from megatron_fsdp.wrap.in_place import (
     WITHOUT_JOIN,
     KnownPlans,
@@ -37,7 +37,7 @@ from megatron_fsdp.wrap.in_place import (
 _OPEN: ContextVar[FsdpContext | None] = ContextVar("fully_shard_context", default=None)
 
 
-_WORDS = DoorWords(reset="reset() of the fully_shard_context", join=WITHOUT_JOIN)
+_REMEDIES = Remedies(reset="reset() of the fully_shard_context", join=WITHOUT_JOIN)
 
 
 class FsdpContext:
@@ -123,7 +123,7 @@ class FsdpContext:
             verify_ranks_s=resolve_verify_ranks(None),
             skip_order=resolve_skip_order(self._ranks_may_skip_units, roots[0]),
         )
-        engine = finish_in_place(roots, options, self.at_once, _WORDS, error)
+        engine = finish_in_place(roots, options, self.at_once, _REMEDIES, error)
         self._engine = weakref.ref(engine)
         for handle in self._refusals:
             handle.remove()

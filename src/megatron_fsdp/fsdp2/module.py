@@ -146,7 +146,7 @@ class ShardedModule(FSDPModule):
         """Clear gradients as `nn.Module` does, and free their memory."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         if (engine := self._get_fsdp_state().engine) is not None:
-            engine.release_gradients()
+            engine.free_cleared_gradients()
 
     def reset_iter_state(self) -> None:
         """Go on after an exception inside of a forward or backward; gradients that were on their way are dropped.
@@ -159,7 +159,7 @@ class ShardedModule(FSDPModule):
             raise RuntimeError("reset_iter_state() has to be called on the root; call it on the outermost module")
         if (engine := state.engine) is not None:
             engine.reset()
-            engine.forget_pending_gradients(param for group in engine.groups() for param in group.sharded)
+            engine.drop_unsynced_gradients(param for group in engine.groups() for param in group.sharded)
 
     # ---- tuning -----------------------------------------------------------------------------------------------------
 

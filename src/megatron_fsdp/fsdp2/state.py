@@ -42,7 +42,7 @@ from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.hooks import is_compiled_in_place, uncompiled
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import ParameterPlace, Unit, joined_late
-from megatron_fsdp.errors import ConfigurationError, DoorWords, ScheduleError, warn_caller
+from megatron_fsdp.errors import ConfigurationError, Remedies, ScheduleError, warn_caller
 from megatron_fsdp.fsdp2.even import EvenParameter
 from megatron_fsdp.fsdp2.shared_units import Settings, SharedUnits, check_before_passes, with_factor
 from megatron_fsdp.optim.optimizer import watched_engines
@@ -82,7 +82,7 @@ INSTALLED = "torch.distributed.fsdp.fully_shard is that of megatron_fsdp.fsdp2, 
 """The sentence of the log and of `describe()` while `install()` is active."""
 
 
-_WORDS = DoorWords(
+_REMEDIES = Remedies(
     reset="reset_iter_state() on the root module",
     join=WITHOUT_JOIN,
     sync="(set_requires_gradient_sync(False)), so nothing was updated; call set_requires_gradient_sync(True) before "
@@ -215,7 +215,7 @@ class ShardState:
         )
         merged = [each for each in shared if len(each.settings) > 1]
         source = f"one call per unit{', small neighbours merged' if merged else ''}"
-        engine = finish_in_place(self.modules, options, SyncMode(), _WORDS, source=source)
+        engine = finish_in_place(self.modules, options, SyncMode(), _REMEDIES, source=source)
         if vars(fsdp)["fully_shard"] is not torch_fully_shard:
             engine.config_notes = (INSTALLED,)
         for each in shared:

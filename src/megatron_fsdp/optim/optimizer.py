@@ -296,7 +296,7 @@ class _StepHooks:
     def sync(self) -> None:
         """Run the gradient syncs that no backward has run."""
         for engine in self._engines:
-            engine.sync_if_deferred()
+            engine.sync_if_unreduced()
 
     def _install(self) -> None:
         for engine in self._engines:
@@ -352,7 +352,7 @@ def integrate(optimizer: Optimizer, engines: Engines, describes_state: bool) -> 
             params = [param for param in params_of(alive) if id(param) in engine.group_and_index]
             engine.clear_decoupled_gradients(params, set_to_none)
             if zero_grad_buffer:
-                engine.forget_pending_gradients(params)
+                engine.drop_unsynced_gradients(params)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     load = type(optimizer).load_state_dict
@@ -759,7 +759,7 @@ def connect_with_hooks(optimizer: Optimizer, engines: Sequence[Engine], describe
 
 def watch_optimizers(engine: Engine) -> None:
     """Check each step of optimizers that are not connected, and report it to an engine, for as long as it lives."""
-    watched_engines()[engine] = OptimizerCheck(engine.words)
+    watched_engines()[engine] = OptimizerCheck(engine.remedies)
 
 
 @functools.cache
@@ -829,6 +829,6 @@ def _adopt(optimizer: Optimizer, engines: Iterable[Engine]) -> None:
         if (alive := owner()) is not None:
             original(alive, *args, **kwargs)
             for engine in tuple(engines):
-                engine.release_gradients()
+                engine.free_cleared_gradients()
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

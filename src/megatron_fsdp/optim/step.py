@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.engine.engine import Engine, alive
-from megatron_fsdp.errors import ConfigurationError, DoorWords, warn_caller
+from megatron_fsdp.errors import ConfigurationError, Remedies, warn_caller
 
 
 class Step:
@@ -91,8 +91,8 @@ def replaced_name(param: Tensor) -> str | None:
 class OptimizerCheck:
     """Checks of the optimizers that step beside one model: for those whose steps train nothing."""
 
-    def __init__(self, words: DoorWords) -> None:
-        self._words = words
+    def __init__(self, remedies: Remedies) -> None:
+        self._remedies = remedies
         self._right: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._has_warned = False
 
@@ -128,7 +128,7 @@ class OptimizerCheck:
             self._has_warned = True
             warn_caller(
                 f"{type(optimizer).__name__} stepped while all gradients of its parameters wait for their reduction "
-                f"{self._words.sync}"
+                f"{self._remedies.sync}"
             )
 
 

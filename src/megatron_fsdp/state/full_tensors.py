@@ -125,7 +125,7 @@ def check_between_steps(engine: Engine, what: str) -> None:
     if engine.scheduler.in_forward or engine.scheduler.in_backward:
         raise ScheduleError(
             f"{what} inside a forward or backward (or after one that failed); do so between steps, and call "
-            f"{engine.words.reset} after an exception"
+            f"{engine.remedies.reset} after an exception"
         )
 
 

@@ -52,7 +52,7 @@ _profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class _Range(NamedTuple):
-    """A phase as a range of torch's profiler, with a name such as "mfsdp/gather layers.3"."""
+    """A phase as a range of torch's profiler, with a name such as "mfsdp/unshard layers.3"."""
 
     phase: Phase
     unit: int
@@ -63,7 +63,7 @@ class Recorder(Observer):
     """Records the phases, collectives and memory of a model on this rank, between `start` and `stop`.
 
     A step ends when main weights are installed; events from there to the next forward belong to it. While it records,
-    torch's profiler sees phases as ranges, such as "mfsdp/gather layers.3".
+    torch's profiler sees phases as ranges, such as "mfsdp/unshard layers.3".
 
     The arguments are those of `trace`.
 

@@ -1,7 +1,7 @@
 """A recording as plain data (phases, collectives and memory of one rank, on one clock), and its reader of a log.
 
 Times are nanoseconds since the recording started. On the CPU they are the host's. On CUDA they are the device's: of
-phases and waits when the compute stream arrived there, of collectives when their stream's stream did.
+phases and waits when the compute stream arrived there, of collectives when their stream did.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from megatron_fsdp.engine.engine import ENGINE_ATTRIBUTE, Engine
 from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Ranks, Sharding, plan_unit, with_offload
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
-from megatron_fsdp.errors import WRAPPER_WORDS, ConfigurationError, DoorWords, check_keys
+from megatron_fsdp.errors import WRAPPER_REMEDIES, ConfigurationError, Remedies, check_keys
 from megatron_fsdp.optim.step import replaced_name
 from megatron_fsdp.sharding.mesh import RankMesh, groups_reaching_all, make_group_of_all_ranks
 from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, aliases_in, looked_up, parameter_owners
@@ -137,7 +137,7 @@ def finish_in_place(
     roots: Sequence[nn.Module],
     options: EngineOptions,
     mode: SyncMode,
-    words: DoorWords = WRAPPER_WORDS,
+    remedies: Remedies = WRAPPER_REMEDIES,
     error: BaseException | None = None,
     source: str = "one call per unit",
 ) -> Engine:
@@ -164,7 +164,7 @@ def finish_in_place(
     memory = replace(options.memory, slots=options.memory.slots + _depth(by_path) - 1)
     named = (each for path, root in by_path.items() for each in root.named_parameters(path, remove_duplicate=False))
     unit_plan, options = UnitPlan(specs, source, aliases_in(named)), replace(options, memory=memory)
-    engine = finish(units, unit_plan, by_path, ranks, options, events=ModuleEvents(), words=words)
+    engine = finish(units, unit_plan, by_path, ranks, options, events=ModuleEvents(), remedies=remedies)
     for root in roots:
         for _, module, _ in units_inside(root):
             module.__dict__[ENGINE_ATTRIBUTE] = engine

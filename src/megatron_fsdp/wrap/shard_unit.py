@@ -39,7 +39,7 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.schedule import ScheduleConfig, Scheduler, SyncMode
 from megatron_fsdp.engine.unit import ParameterPlace, StructureCheck, Unit
 from megatron_fsdp.engine.weight_quantizer import WeightQuantizer
-from megatron_fsdp.errors import WRAPPER_WORDS, ConfigurationError, DoorWords, warn_caller
+from megatron_fsdp.errors import WRAPPER_REMEDIES, ConfigurationError, Remedies, warn_caller
 from megatron_fsdp.formats.fp8_linear import Fp8Quantizer, emulation_note
 from megatron_fsdp.formats.quantized import stored_note
 from megatron_fsdp.formats.tensor_extensions import ExtensionQuantizer, tensor_extension_of
@@ -209,7 +209,7 @@ def finish(
     events: ModuleEvents,
     expert_names: ExpertNames = TRIVIAL_NAMES,
     delayed: DelayedGradients | None = None,
-    words: DoorWords = WRAPPER_WORDS,
+    remedies: Remedies = WRAPPER_REMEDIES,
 ) -> Engine:
     """Make the engine of sharded units: memory, scheduler, executor, hooks and observers. Collective.
 
@@ -217,7 +217,7 @@ def finish(
     outermost sharded modules, by their path; the root alone has the empty one.
     """
     if options.skip_order is not None:
-        words = replace(words, join=MEETING)
+        remedies = replace(remedies, join=MEETING)
     kept = [unit.index for unit in units if not unit.reshard_after_forward]
     plan = plan_memory(options.memory, options.reduces_early, [unit.group_plans for unit in units], kept)
     user_buffers = _user_buffers(plan, ranks, options)
@@ -244,7 +244,7 @@ def finish(
         rank_meshes=ranks.meshes,
         reaching_all=ranks.reaching_all,
         structure=StructureCheck(roots, units),
-        words=words,
+        remedies=remedies,
         expert_names=expert_names,
         delayed=delayed,
         gradient_checks=make_checks(units, ranks.meshes, ranks.reaching_all, ranks.device, options),
@@ -272,7 +272,7 @@ def finish(
     everyone = engine.rank_meshes[0].group
     if options.verify_ranks_s and everyone is not None:
         in_order = engine.reduces_in_fixed_order
-        engine.observers.add(RankVerifier(everyone, units, options.verify_ranks_s, in_order, words.join))
+        engine.observers.add(RankVerifier(everyone, units, options.verify_ranks_s, in_order, remedies.join))
     if resolve_check_lifetimes():
         check_lifetimes(engine)
     return engine
