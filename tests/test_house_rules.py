@@ -17,7 +17,7 @@ _LAYERS = (
     "experimental fsdp2 weights ddp front contrib doctor trace plan automodel train cli"
 )
 LAYERS = _LAYERS.split()
-"""From the bottom to the top: each imports itself and what is below it (the picture is section 5 of docs/design.md).
+"""From the bottom to the top: each imports itself and what is below it (the picture is section 3 of docs/design.md).
 
 A layer is a folder. Of the modules beside them, those that import nothing but each other are "base", the others
 "published"; "front" is the package itself.
