@@ -456,6 +456,9 @@ _MOST_OF_A_SHARD = 1 / 10
 """A merged unit's share of the weights that a rank keeps. Two slots, two buckets and scratch are as large, so merging
 adds at most a sixth to weights and Adam's state in one dtype."""
 
+_MOST_OF_THE_WHOLE = 1 / 4
+"""The same of whole weights, which have no slots, and mostly no buckets: gradients are reduced where they stay."""
+
 
 def message_bytes(unit_bytes: Sequence[int], num_ranks: int, num_shards: int, given: int | None = None) -> int:
     """Return the size in bytes below which neighbouring units are merged: the given one, or by the number of ranks.
@@ -471,7 +474,9 @@ def message_bytes(unit_bytes: Sequence[int], num_ranks: int, num_shards: int, gi
     if num_ranks == 1:
         return 0
     largest = max(unit_bytes[ROOT_UNIT + 1 :], default=0)
-    fast = max(_LATENCY_BYTES, min(num_ranks * _LATENCY_BYTES_PER_RANK, largest)) if num_shards > 1 else _WHOLE_BYTES
+    if num_shards == 1:
+        return min(_WHOLE_BYTES, max(largest, int(_MOST_OF_THE_WHOLE * sum(unit_bytes))))
+    fast = max(_LATENCY_BYTES, min(num_ranks * _LATENCY_BYTES_PER_RANK, largest))
     return min(fast, max(largest, int(_MOST_OF_A_SHARD * sum(unit_bytes) / num_shards)))
 
 
