@@ -1,4 +1,4 @@
-"""Count what wrapping, a step and a save cost on thousands of ranks, by one process that is the first of them.
+"""Count what wrapping, a step, a save and a load cost on thousands of ranks, by one process, the first of them.
 
     python -m benchmarks.scale --models llama-3-70b --ranks 8 16384
     python -m benchmarks.scale --publish
@@ -6,7 +6,8 @@
 The engine and torch's FSDP2 wrap the same model on fake tensors and run one step whose collectives send nothing
 (`megatron_fsdp.plan.simulate`), so counts and sizes are exact, and times are CPU seconds of this process. A save is
 planned as its coordinator plans it, from the plans of all ranks. Where those of all ranks would not fit into memory
-(torch's planner), `SAMPLED` ranks are planned and the sums multiplied: such figures are marked by "~".
+(torch's planner), `SAMPLED` ranks are planned and the sums multiplied: such figures are marked by "~". A load reads
+and checks the metadata in a process of its own, as every rank does before it reads tensors; torch's is not counted.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import itertools
 import json
 import logging
 import pickle
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,6 +46,7 @@ from benchmarks.launching import describe_machine
 from benchmarks.operators import MovedModel
 from benchmarks.page import table
 from megatron_fsdp.checkpoint.checkpointer import collect
+from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.save import SEAL, SealingPlanner, SealingWriter
 from megatron_fsdp.checkpoint.save_plan import Layouts, Written, boxes_of
 from megatron_fsdp.comm import agreement
@@ -85,8 +88,9 @@ class Spent:
 
 
 def peak_mib() -> float:
-    """Return the largest resident size of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """Return the largest resident size of this process so far, without that of the process that started it."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1024
 
 
 # ---- one case, in a process of its own -------------------------------------------------------------------------------
@@ -214,22 +218,36 @@ def coordinate(planner: Any, writer_of: Callable[[Path], Any], plans: list[SaveP
     logging.disable(logging.WARNING)  # a sample does not cover tensors, as torch's planner notes
     share = found["ranks"] / len(plans)
     sent = [pickle.dumps(plan) for plan in plans]
-    with tempfile.TemporaryDirectory() as folder, Spent() as spent:
-        writer = writer_of(Path(folder))
-        received = [pickle.loads(each) for each in sent]
-        del plans
-        try:
-            final, metadata = planner.create_global_plan(received)
-        except ValueError:  # the last thing that torch's planner does is to find a sample incomplete
-            final, metadata = create_default_global_save_plan(dedup_save_plans(received))
-        results = [pickle.dumps(each) for each in results_of(metadata, final)]
-        got = [pickle.loads(each) for each in results]
-        writer.finish(metadata, got)
+    with tempfile.TemporaryDirectory() as folder:
+        with Spent() as spent:
+            writer = writer_of(Path(folder))
+            received = [pickle.loads(each) for each in sent]
+            del plans
+            try:
+                final, metadata = planner.create_global_plan(received)
+            except ValueError:  # the last thing that torch's planner does is to find a sample incomplete
+                final, metadata = create_default_global_save_plan(dedup_save_plans(received))
+            results = [pickle.dumps(each) for each in results_of(metadata, final)]
+            got = [pickle.loads(each) for each in results]
+            writer.finish(metadata, got)
         size = Path(folder, ".metadata").stat().st_size
+        if share == 1:
+            for rank in range(len(final)):
+                with Path(folder, f"__{rank}_0.distcp").open("wb") as file:
+                    file.truncate(1 << 38)  # bytes that are not there
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
+                found["load_s"], found["load_mib"] = other.submit(opened, folder).result()
     found |= {"save_s": spent.seconds * share, "save_mib": spent.mib * share, "metadata_bytes": int(size * share)}
     found["largest_message"] = max(map(len, (*sent, *results)))
     found["gathered_bytes"] = int((sum(map(len, sent)) + sum(map(len, results))) * share)
     found["is_sampled"] = share > 1
+
+
+def opened(folder: str) -> tuple[float, float]:
+    """Open a checkpoint as a load does; return the CPU seconds and MiB that it took."""
+    with Spent() as spent:
+        CheckpointFolder(folder)
+    return spent.seconds, spent.mib
 
 
 def results_of(metadata: Any, plans: Sequence[SavePlan]) -> Iterator[list[WriteResult]]:
@@ -253,7 +271,7 @@ def results_of(metadata: Any, plans: Sequence[SavePlan]) -> Iterator[list[WriteR
 _COLUMNS = (
     *("ranks", "engine", "wrap, CPU s", "MiB", "padding, %", "collectives of a step", "GB sent", "agreements, MB"),
     *("entries of a save, a rank", "all, thousands", "largest message, kB", "coordinator: MB received", "CPU s", "MiB"),
-    "metadata, MB",
+    *("metadata, MB", "load: CPU s", "MiB"),
 )
 
 
@@ -271,6 +289,7 @@ def row_of(case: Case) -> list[str]:
             f"{mark}{case['save_mib']:,.0f}",
         ),
         f"{mark}{case['metadata_bytes'] / 1e6:,.1f}",
+        *((f"{case['load_s']:.1f}", f"{case['load_mib']:,.0f}") if "load_s" in case else ("-", "-")),
     ]
 
 

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_fsdp.checkpoint import safe_read
 from megatron_fsdp.checkpoint.archive import load_object, load_tensor
-from megatron_fsdp.checkpoint.folder import CheckpointFolder, cover_problem
-from megatron_fsdp.checkpoint.safe_read import load_metadata
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, Chunks, Span
+from megatron_fsdp.checkpoint.metadata_reader import load_metadata
 from megatron_fsdp.checkpoint.store import POINTER, RunFolder
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.cli.main import main
@@ -393,6 +393,10 @@ def test_spans_that_are_longer_than_what_lies_in_them(folder: Path) -> None:
     opened = CheckpointFolder(folder)
     refused(lambda: opened.read_tensor(WEIGHT), "has 12884901888 bytes, and needs no more than 1048624")
     refused(lambda: opened.read_object(STEP), "has 12884901888 bytes, and needs no more than 4294967296")
+
+
+def cover_problem(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
+    return Chunks.of(len(shape), boxes, [Span("", 0, 0)] * len(boxes)).boxes.cover_problem(shape)
 
 
 def test_boxes_that_do_not_hold_each_element_once_are_seen() -> None:

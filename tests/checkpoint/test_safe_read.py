@@ -18,7 +18,8 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fsdp.checkpoint.archive import load_object, load_tensor, write_archive
-from megatron_fsdp.checkpoint.safe_read import Opaque, load_metadata
+from megatron_fsdp.checkpoint.metadata_reader import load_metadata
+from megatron_fsdp.checkpoint.safe_read import Opaque
 from megatron_fsdp.errors import CheckpointError
 from tests.support import hostile
 from tests.support.hostile import READERS, STEP, WEIGHT, Reader, by_verify, refused, saved_bytes, write_linear

@@ -6,8 +6,7 @@ import contextlib
 import io
 import math
 import os
-import secrets
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_fsdp.checkpoint.archive import load_object, load_tensor, place_of_elements
 from megatron_fsdp.checkpoint.manifest import FILE_NAME, Manifest
+from megatron_fsdp.checkpoint.metadata_reader import Integers, Rows, load_metadata
 from megatron_fsdp.checkpoint.safe_read import (
     ELEMENT_BYTES,
     MAX_DEPTH,
@@ -27,7 +27,6 @@ from megatron_fsdp.checkpoint.safe_read import (
     TOO_MANY,
     ReadingBudget,
     are_lengths,
-    load_metadata,
     open_file,
     printable,
     read_file,
@@ -39,7 +38,7 @@ from megatron_fsdp.sharding.shards import Box
 _MAX_NAME_BYTES = 255
 _MAX_KEY_LENGTH = 4096
 _MAX_LIST_ITEMS = 1 << 20  # torch makes a list as long as the largest index in a path
-_PRIME = (1 << 61) - 1
+_PRIME = (1 << 31) - 1  # products of two numbers below it have 64 bits
 
 METADATA = ".metadata"
 _MAX_ARCHIVE_OVERHEAD = 1 << 20
@@ -68,6 +67,83 @@ class ChunkEntry:
     span: Span
 
 
+class BoxIndex:
+    """The disjoint boxes of a tensor, indexed by place; there may be thousands of them."""
+
+    def __init__(self, offsets: Integers, lengths: Integers) -> None:
+        self._first, self._lengths = offsets.astype(np.int64), lengths.astype(np.int64)
+        self._end, self.numel = self._first + self._lengths, self._lengths.prod(axis=1)
+
+    def __getitem__(self, number: int) -> Box:
+        return Box(tuple(self._first[number].tolist()), tuple(self._lengths[number].tolist()))
+
+    def meeting(self, wanted: Box) -> Iterator[tuple[int, Box]]:
+        """Yield the boxes that overlap with one, each with the overlap in global coordinates."""
+        if not wanted.numel:
+            return
+        first = np.array(wanted.offsets, np.int64)
+        meets = (self._first < first + wanted.lengths) & (first < self._end)
+        for number in np.flatnonzero(meets.all(-1)).tolist():
+            shared = self[number].meet(wanted)
+            if shared is not None:
+                yield number, shared
+
+    def cover_problem(self, shape: tuple[int, ...]) -> str | None:
+        """Describe the fault of boxes that should hold each element of a tensor once; None if there is none."""
+        is_outside = self._end > shape if self._end.shape[1] == len(shape) else np.ones_like(self._end, np.bool_)
+        if is_outside.any():
+            box = self[int(is_outside.any(axis=1).argmax())]
+            return f"has a chunk outside of it, at {box.offsets} with lengths {box.lengths}"
+        total, wanted = int(self.numel.sum()), math.prod(shape)
+        if total != wanted:
+            state = "is incomplete" if total < wanted else "has elements more than once"
+            return f"{state}: its chunks hold {total} elements of {wanted}"
+        return None if self._tiles(shape) else "has elements more than once"
+
+    def _tiles(self, shape: tuple[int, ...]) -> bool:
+        """Return True if boxes inside a tensor hold each element once.
+
+        Their volumes are added up, with every coordinate moved to a random place of its own: the sum is the volume of
+        the whole tensor if each element is in one box, and otherwise with odds of (number of dimensions) / `_PRIME` in
+        each of three tries.
+        """
+        draws, count = np.random.default_rng(), len(self.numel)  # from the system's entropy, which no file foresees
+        volumes = np.ones((3, count + 1), np.int64)  # the last one is that of the whole
+        for dim, total in enumerate(shape):
+            edges = np.concatenate((self._first[:, dim], [0], self._end[:, dim], [total]))
+            values, place = np.unique(edges, return_inverse=True)
+            moved = draws.integers(_PRIME, size=(3, len(values)))[:, place]
+            volumes = volumes * (moved[:, count + 1 :] - moved[:, : count + 1]) % _PRIME
+        return bool((volumes[:, :-1].sum(axis=1) % _PRIME == volumes[:, -1]).all())
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks(Sequence[ChunkEntry]):
+    """The chunks of a tensor as arrays; those that are asked for become entries."""
+
+    boxes: BoxIndex
+    names: Sequence[str]  # of files
+    files: Integers  # (chunks,), numbers of names
+    offsets: Integers  # (chunks,)
+    lengths: Integers  # (chunks,)
+
+    @classmethod
+    def of(cls, num_dims: int, boxes: Sequence[Box], spans: Sequence[Span]) -> Chunks:
+        """Join boxes with their spans."""
+        corners = np.array([(box.offsets, box.lengths) for box in boxes], np.int64).reshape(len(boxes), 2, num_dims)
+        names = list(dict.fromkeys(span.file for span in spans))
+        numbers = {name: number for number, name in enumerate(names)}
+        rows = [(numbers[span.file], span.offset, span.length) for span in spans]
+        return cls(BoxIndex(corners[:, 0], corners[:, 1]), names, *np.array(rows, np.int64).reshape(-1, 3).T)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, number: int) -> ChunkEntry:  # type: ignore[override]
+        span = Span(self.names[self.files[number]], int(self.offsets[number]), int(self.lengths[number]))
+        return ChunkEntry(self.boxes[number], span)
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """One global tensor, and the chunks that cover it, each element once."""
@@ -75,7 +151,7 @@ class TensorEntry:
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[ChunkEntry, ...]
+    chunks: Chunks
 
     @property
     def numel(self) -> int:
@@ -102,7 +178,7 @@ def _entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], d
     storage: Any = getattr(metadata, "storage_data", None)
     if not (isinstance(described, dict) and isinstance(storage, dict)):
         raise CheckpointError(f"{where} is not the metadata of torch.distributed.checkpoint; give a folder it wrote")
-    tensors, objects = {}, {}
+    reader, tensors, objects = _TensorReader(storage, where), {}, {}
     for key, found in sorted(described.items(), key=lambda item: str(item[0])):
         if not isinstance(key, str):
             raise CheckpointError(f"{where} has a key that is not text but {type(key).__name__}")
@@ -114,7 +190,7 @@ def _entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], d
                 f"{_MAX_KEY_LENGTH} and {MAX_DEPTH} are read"
             )
         if isinstance(found, TensorStorageMetadata):
-            tensors[key] = _tensor_entry(key, found, storage, where)
+            tensors[key] = reader.entry(key, found)
         elif isinstance(found, BytesStorageMetadata):
             objects[key] = ObjectEntry(key, _span(storage, MetadataIndex(key), where))
         else:
@@ -122,31 +198,65 @@ def _entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], d
     return tensors, objects
 
 
-def _tensor_entry(
-    key: str, found: TensorStorageMetadata, storage: Mapping[MetadataIndex, Any], where: str
-) -> TensorEntry:
-    shape, dtype = _sizes(found.size, key, where), getattr(found.properties, "dtype", None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{where}: {key} has no dtype")
-    chunks = []
-    for chunk in found.chunks:
-        box = Box(_sizes(chunk.offsets, key, where), _sizes(chunk.sizes, key, where))
-        entry = ChunkEntry(box, _span(storage, MetadataIndex(key, box.offsets), where))
-        if box.numel * dtype.itemsize > entry.span.length:
-            raise CheckpointError(f"{where}: {key} has a chunk of {box.lengths} in {entry.span.length} bytes")
-        chunks.append(entry)
-    if math.prod(shape) >= TOO_MANY:
-        raise CheckpointError(f"{where}: {key} has {len(shape)} dimensions and more elements than any tensor has")
-    problem = cover_problem(shape, [chunk.box for chunk in chunks])
-    if problem is not None:
-        raise CheckpointError(f"{where}: {key} of shape {shape} {problem}")
-    return TensorEntry(key, shape, dtype, tuple(chunks))
+class _TensorReader:
+    """Makes entries of tensors; boxes that tensors share in the metadata are checked once for a shape."""
+
+    def __init__(self, storage: Mapping[Any, Any], where: str) -> None:
+        self._storage, self._where = storage, where
+        self._shared: dict[Rows, BoxIndex] = {}
+        self._fitting: set[tuple[BoxIndex, tuple[int, ...]]] = set()
+        places = [found for found in storage.values() if isinstance(found, Rows)]
+        self._files = np.unique(np.concatenate([np.empty(0, np.int32), *(np.unique(found.files) for found in places)]))
+        self._names = [_plain_name(places[0].memo.get(n), "a tensor", where) for n in self._files.tolist()]
+
+    def entry(self, key: str, found: Any) -> TensorEntry:
+        """Make the entry of one tensor; everything is checked."""
+        where = self._where
+        shape, dtype = _sizes(found.size, key, where), getattr(found.properties, "dtype", None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"{where}: {key} has no dtype")
+        if math.prod(shape) >= TOO_MANY:
+            raise CheckpointError(f"{where}: {key} has {len(shape)} dimensions and more elements than any tensor has")
+        chunks = self._chunks(key, shape, found.chunks)
+        if (chunks.boxes, shape) not in self._fitting:
+            problem = chunks.boxes.cover_problem(shape)
+            if problem is not None:
+                raise CheckpointError(f"{where}: {key} of shape {shape} {problem}")
+            self._fitting.add((chunks.boxes, shape))
+        is_short = chunks.boxes.numel > chunks.lengths // dtype.itemsize
+        if is_short.any():
+            chunk = chunks[int(is_short.argmax())]
+            raise CheckpointError(f"{where}: {key} has a chunk of {chunk.box.lengths} in {chunk.span.length} bytes")
+        return TensorEntry(key, shape, dtype, chunks)
+
+    def _chunks(self, key: str, shape: tuple[int, ...], found: Sequence[Any]) -> Chunks:
+        rows, where = found[0] if len(found) == 1 else None, self._where
+        if not isinstance(rows, Rows):
+            boxes = [Box(_sizes(each.offsets, key, where), _sizes(each.sizes, key, where)) for each in found]
+            if any(not len(box.offsets) == len(box.lengths) == len(shape) for box in boxes):
+                raise CheckpointError(f"{where}: {key} of shape {shape} has a chunk of other dimensions")
+            spans = [_span(self._storage, MetadataIndex(key, box.offsets), where) for box in boxes]
+            return Chunks.of(len(shape), boxes, spans)
+        places = self._storage.get(key)
+        if not isinstance(places, Rows) or not np.array_equal(places.memos, rows.memos):
+            raise CheckpointError(f"{where}: {key} is listed but nothing says where its bytes are")
+        numbers = [places.offsets, places.lengths, *([] if rows in self._shared else [rows.offsets, rows.lengths])]
+        if any(found.min(initial=0) < 0 or found.max(initial=0) >= TOO_MANY for found in numbers):
+            raise _no_lengths(key, where)
+        if rows not in self._shared:
+            self._shared[rows] = BoxIndex(rows.offsets, rows.lengths)
+        files = np.searchsorted(self._files, places.files[:, 0]).astype(np.int32)
+        return Chunks(self._shared[rows], self._names, files, places.offsets[:, 0], places.lengths[:, 0])
 
 
 def _sizes(value: Any, key: str, where: str) -> tuple[int, ...]:
     if are_lengths(value):
         return tuple(value)
-    raise CheckpointError(f"{where}: {printable(key)} has something else where lengths should stand")
+    raise _no_lengths(key, where)
+
+
+def _no_lengths(key: str, where: str) -> CheckpointError:
+    return CheckpointError(f"{where}: {printable(key)} has something else where lengths should stand")
 
 
 def _span(storage: Mapping[MetadataIndex, Any], index: MetadataIndex, where: str) -> Span:
@@ -157,18 +267,22 @@ def _span(storage: Mapping[MetadataIndex, Any], index: MetadataIndex, where: str
         raise CheckpointError(
             f"{where}: {index.fqn} is listed but nothing says where its bytes are (at {index.offset})"
         )
-    name = getattr(found, "relative_path", None)
+    name = _plain_name(getattr(found, "relative_path", None), index.fqn, where)
     numbers = (getattr(found, "offset", None), getattr(found, "length", None))
-    if not is_plain_name(name):
-        shown = ascii(name)[:200] if isinstance(name, str) else type(name).__name__
-        raise CheckpointError(f"{where}: {index.fqn} points to {shown}, which is not a file of the folder; refused")
     offset, length = _sizes(numbers, index.fqn, where)
     if getattr(found, "transform_descriptors", None):
         raise CheckpointError(
             f"{where}: {index.fqn} went through a stream extension of torch's writer (such as zstd), which is not "
             "undone here; load the checkpoint with torch.distributed.checkpoint and save it without extensions"
         )
-    return Span(str(name), offset, length)
+    return Span(name, offset, length)
+
+
+def _plain_name(name: object, key: str, where: str) -> str:
+    if not is_plain_name(name):
+        shown = ascii(name)[:200] if isinstance(name, str) else type(name).__name__
+        raise CheckpointError(f"{where}: {key} points to {shown}, which is not a file of the folder; refused")
+    return str(name)
 
 
 def _paths_of(metadata: object, where: str, budget: ReadingBudget) -> dict[str, tuple[str | int, ...]]:
@@ -199,59 +313,7 @@ def whole_box(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
-def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Describe the fault of boxes that should hold each element of a tensor once; None if there is none."""
-    for box in boxes:
-        if len(box.offsets) != len(shape) or any(
-            offset + length > total for offset, length, total in zip(box.offsets, box.lengths, shape, strict=True)
-        ):
-            return f"has a chunk outside of it, at {box.offsets} with lengths {box.lengths}"
-    filled = [box for box in boxes if box.numel]
-    total = sum(box.numel for box in filled)
-    if total != math.prod(shape):
-        state = "is incomplete" if total < math.prod(shape) else "has elements more than once"
-        return f"{state}: its chunks hold {total} elements of {math.prod(shape)}"
-    return None if _is_tiled(shape, filled) else "has elements more than once"
-
-
-def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Return True if boxes inside a tensor hold each element once, in time linear in their number.
-
-    Their volumes are added up, with every coordinate moved to a random place of its own: the sum is the volume of the
-    whole tensor if each element is in one box, and otherwise with odds of (number of dimensions) / `_PRIME`.
-    """
-    places: dict[tuple[int, int], int] = defaultdict(lambda: secrets.randbelow(_PRIME))  # of a coordinate along an axis
-
-    def volume(offsets: Sequence[int], lengths: Sequence[int]) -> int:
-        product = 1
-        for dim, (first, length) in enumerate(zip(offsets, lengths, strict=True)):
-            product = product * (places[dim, first + length] - places[dim, first]) % _PRIME
-        return product
-
-    return sum(volume(box.offsets, box.lengths) for box in boxes) % _PRIME == volume([0] * len(shape), shape)
-
-
 # ---- parts of a chunk, such as one layer of a stack ------------------------------------------------------------------
-
-
-class BoxIndex:
-    """The disjoint boxes of a tensor, indexed by place; there may be thousands of them."""
-
-    def __init__(self, boxes: Sequence[Box]) -> None:
-        self._boxes = boxes
-        self._first = np.array([box.offsets for box in boxes], np.int64)
-        self._end = self._first + np.array([box.lengths for box in boxes], np.int64)
-
-    def meeting(self, wanted: Box) -> Iterator[tuple[int, Box]]:
-        """Yield the boxes that overlap with one, each with the overlap in global coordinates."""
-        if not wanted.numel:
-            return
-        first = np.array(wanted.offsets, np.int64)
-        meets = (self._first < first + wanted.lengths) & (first < self._end)
-        for number in np.flatnonzero(meets.all(-1)).tolist():
-            shared = self._boxes[number].meet(wanted)
-            if shared is not None:
-                yield number, shared
 
 
 class _Window(io.RawIOBase):
@@ -301,7 +363,6 @@ class CheckpointFolder:
     def __init__(self, path: str | Path, *, check: bool = True) -> None:
         self.path = Path(path)
         self._open_files: dict[str, io.BufferedReader] | None = None
-        self._indices: dict[str, BoxIndex] = {}
         self._places: dict[ChunkEntry, int | None] = {}
         where = str(self.path / METADATA)
         try:
@@ -318,6 +379,7 @@ class CheckpointFolder:
         with reading(where):
             self.tensors, self.objects = _entries_of(self.metadata, where)
             self.paths = _paths_of(self.metadata, where, ReadingBudget(len(raw), where))
+            self.metadata.storage_data = None  # the entries have it
         if not check:
             return
         problems = [f"{name} {problem}" for name, problem in self.file_problems().items()]
@@ -350,18 +412,35 @@ class CheckpointFolder:
     @cached_property
     def files(self) -> dict[str, int]:
         """The least bytes of each file, by name."""
-        needed = Counter[str]()
-        for _, span in self.spans():
-            needed[span.file] = max(needed[span.file], span.offset + span.length)
-        return needed
+        return {name: needed for name, (needed, _) in self._use_of_files.items()}
+
+    @cached_property
+    def _use_of_files(self) -> dict[str, tuple[int, int]]:
+        """The least bytes of each file, and the sum of the spans in it, by name."""
+        alike = defaultdict[int, list[Chunks]](list)  # tensors that share the names of files
+        for entry in self.tensors.values():
+            alike[id(entry.chunks.names)].append(entry.chunks)
+        objects = [
+            (entry.span.file, entry.span.offset + entry.span.length, entry.span.length)
+            for entry in self.objects.values()
+        ]
+        rows: list[tuple[str, int, int]] = [*objects]
+        for same in alike.values():
+            ends, sums = np.zeros((2, len(same[0].names)), np.int64)
+            for chunks in same:
+                np.maximum.at(ends, chunks.files, chunks.offsets.astype(np.int64) + chunks.lengths)
+                np.add.at(sums, chunks.files, chunks.lengths)
+            rows += zip(same[0].names, ends.tolist(), sums.tolist(), strict=True)
+        found: dict[str, tuple[int, int]] = {}
+        for name, needed, told in rows:
+            before = found.get(name, (0, 0))
+            found[name] = max(before[0], needed), before[1] + told
+        return found
 
     def file_problems(self) -> dict[str, str]:
         """Describe files that are missing or too short, by name."""
         found = {}
-        told = Counter[str]()
-        for _, span in self.spans():
-            told[span.file] += span.length
-        for name, needed in sorted(self.files.items()):
+        for name, (needed, told) in sorted(self._use_of_files.items()):
             path = self.path / name
             try:
                 has = path.stat().st_size if path.is_file() else None
@@ -372,8 +451,8 @@ class CheckpointFolder:
                 found[name] = "is missing"
             elif has < needed:
                 found[name] = f"is cut off: {has} bytes of at least {needed}"
-            elif told[name] > has * _MAX_SHARING:
-                found[name] = f"has {has} bytes, and {told[name]} in it are pointed to: the same ones again and again"
+            elif told > has * _MAX_SHARING:
+                found[name] = f"has {has} bytes, and {told} in it are pointed to: the same ones again and again"
         return found
 
     def differences(self, sealed: Manifest) -> dict[str, str]:
@@ -420,9 +499,7 @@ class CheckpointFolder:
         Only overlapping bytes are read, and chunks without elements are left out.
         """
         entry = self._tensor(key)
-        if key not in self._indices:
-            self._indices[key] = BoxIndex([chunk.box for chunk in entry.chunks])
-        for number, shared in self._indices[key].meeting(whole_box(entry.shape) if box is None else box):
+        for number, shared in entry.chunks.boxes.meeting(whole_box(entry.shape) if box is None else box):
             yield shared, self._read_part(entry, number, shared)
 
     def _read_part(self, entry: TensorEntry, number: int, wanted: Box) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fsdp.checkpoint.folder import CheckpointFolder, ChunkEntry, ObjectEntry, Span, TensorEntry, whole_box
+from megatron_fsdp.checkpoint.folder import CheckpointFolder, Chunks, ObjectEntry, Span, TensorEntry, whole_box
 from megatron_fsdp.sharding.shards import Box
 
 _NOWHERE = Span("", 0, 0)
@@ -55,7 +55,7 @@ class RearrangedFolder(CheckpointFolder):
     ) -> None:
         """Present tensors and objects; nothing is read (the base class, which opens a folder, is not initialised)."""
         self.stored, self.path, self._parts, self._values = stored, stored.path, tensors, dict(objects)
-        self._indices, self.paths = {}, {}
+        self.paths = {}
         self.tensors = {key: self._entry(key, parts) for key, parts in tensors.items()}
         self.objects = {key: ObjectEntry(key, _NOWHERE) for key in self._values}
 
@@ -63,7 +63,7 @@ class RearrangedFolder(CheckpointFolder):
         """Describe a tensor as one chunk for each part."""
         ends = [[at + n for at, n in zip(part.target.offsets, part.target.lengths, strict=True)] for part in parts]
         shape = tuple(max(column) for column in zip(*ends, strict=True))
-        chunks = tuple(ChunkEntry(part.target, _NOWHERE) for part in parts)
+        chunks = Chunks.of(len(shape), [part.target for part in parts], [_NOWHERE] * len(parts))
         return TensorEntry(key, shape, self.stored.tensors[parts[0].key].dtype, chunks)
 
     def _read_part(self, entry: TensorEntry, number: int, wanted: Box) -> torch.Tensor:

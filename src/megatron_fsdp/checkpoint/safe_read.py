@@ -276,8 +276,8 @@ class RestrictedUnpickler(pickle._Unpickler):
     read: Callable[[int], bytes]
 
     def __init__(self, raw: bytes, where: str) -> None:
-        super().__init__(io.BytesIO(raw))
-        self.where = where
+        self.raw, self.stream, self.where = raw, io.BytesIO(raw), where
+        super().__init__(self.stream)
         self._budget = ReadingBudget(len(raw), where)
         self._opaque: dict[tuple[str, str], type[Opaque]] = {}
 
@@ -406,12 +406,6 @@ def _parts(value: Any) -> Collection[Any]:
     return [*parts, *value, *value.values()] if isinstance(value, dict) else parts
 
 
-def load_metadata(raw: bytes, where: str) -> Any:
-    """Read the pickle in the `.metadata` of torch.distributed.checkpoint; Megatron's additions are kept as `Opaque`."""
-    with reading(where):
-        return RestrictedUnpickler(raw, where).load()
-
-
 _DATACLASSES: tuple[Any, ...] = (
     metadata.Metadata,
     metadata.TensorStorageMetadata,
@@ -525,6 +519,7 @@ def _scalar(dtype: Any, raw: Any) -> Any:
 
 # ---- the table of names ----------------------------------------------------------------------------------------------
 
+SIZE = _of(torch.Size, (list, tuple))
 _STORAGES = torch.storage._dtype_to_storage_type_map().items()
 _NAMES: dict[tuple[str, str], Any] = {
     **{(kind.__module__, kind.__name__): kind for kind in (*_DATACLASSES, metadata.TensorProperties)},
@@ -536,7 +531,7 @@ _NAMES: dict[tuple[str, str], Any] = {
     **{("torch", name): dtype for dtype, name in _STORAGES if name[0] != "Q"},  # of storages the dtype is enough
     ("torch", "UntypedStorage"): torch.uint8,
     ("torch.storage", "UntypedStorage"): torch.uint8,
-    ("torch", "Size"): _of(torch.Size, (list, tuple)),
+    ("torch", "Size"): SIZE,
     ("torch", "device"): _of(torch.device, (str,), (int,)),
     ("torch.serialization", "_get_layout"): _layout,
     ("torch._utils", "_rebuild_tensor"): _rebuilt(torch._utils._rebuild_tensor),

@@ -317,7 +317,8 @@ class _Storage:
 class _MetadataPickler(pickle._Pickler):
     """A pickler that writes the lists of chunks and the dict of places from arrays, without an object for each box.
 
-    Tensors that are cut alike share the list of chunks, and the places refer to its offsets.
+    Tensors that are cut alike share the list of chunks, and the places refer to its offsets. `metadata_reader` knows
+    the rows by their form.
     """
 
     memo: dict[int, Any]
