@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
-from traceback import walk_stack
+from functools import cache
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.checkpoint import background
 from megatron_fsdp.comm.streams import CudaCommStream
@@ -192,9 +191,10 @@ class OrderedStreams(TorchDispatchMode):
         self._current.wait_event(self.host.clock)
         self._current.clock[self._current.index] += 1
         written = _tensors(args[:1]) if func.namespace == "c10d" else _written(func, args, kwargs)
-        for tensor in _tensors((args, kwargs)):
+        read = _tensors((args, kwargs))
+        for tensor in read:
             self._access(tensor, any(tensor is each for each in written), func)
-        given = {id(each) for each in _tensors((args, kwargs))}
+        given = {id(each) for each in read}
         for tensor in _tensors(made):
             if id(tensor) not in given:
                 self._access(tensor, True, func)
@@ -242,7 +242,8 @@ class OrderedStreams(TorchDispatchMode):
         memory.accesses[this] = stream.clock[stream.index], place
 
     def _find_freed(self) -> None:
-        for key in [key for key, memory in self._memory.items() if memory.reference.expired()]:
+        expired = torch.UntypedStorage._expired  # what `StorageWeakRef` asks: this runs at each operation
+        for key in [key for key, memory in self._memory.items() if expired(memory.reference.cdata)]:
             memory = self._memory.pop(key)
             if memory.owner is not self.host:  # pinned memory is not given out again before copies are done
                 self._freed.append((memory, "let go of"))
@@ -250,9 +251,18 @@ class OrderedStreams(TorchDispatchMode):
 
 def _where() -> str:
     """Return the innermost lines of the package that are running."""
-    lines = ((frame.f_code.co_filename, line) for frame, line in walk_stack(sys._getframe(1)))
-    ours = ((file.partition("src/megatron_fsdp/")[2], line) for file, line in lines)
-    return " < ".join(islice((f"{path}:{line}" for path, line in ours if path), 3)) or "the user's code"
+    found: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(found) < 3:
+        if path := _in_package(frame.f_code.co_filename):
+            found.append(f"{path}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(found) or "the user's code"
+
+
+@cache
+def _in_package(file: str) -> str:
+    return file.partition("src/megatron_fsdp/")[2]
 
 
 Values = Sequence[torch.Tensor | None]
@@ -313,7 +323,11 @@ def ordered_comm_streams() -> Iterator[OrderedStreams]:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """The tensors among arguments or results, in order; torch's own walk takes longer than most operations of tests."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    leaves = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    return [tensor for leaf in leaves for tensor in _tensors(leaf)]
 
 
 def _vectors(tree: Any) -> list[torch.Tensor]:
