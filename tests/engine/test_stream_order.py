@@ -34,6 +34,7 @@ from tests.engine import test_parity_usage as usage
 from tests.support.arrangements import hybrid
 from tests.support.case import (
     DdpSetting,
+    Piece,
     Run,
     Scenario,
     Setting,
@@ -257,7 +258,9 @@ def play(script: str, setting: str) -> list[Tensor | None]:
     run = Run(SCRIPTS[script], SETTINGS[setting][1])
     SCRIPTS[script].script(run)
     recording = run.recording
-    noted = [value for _, values in recording.notes for value in values.values()]
+    noted = [
+        value.values if isinstance(value, Piece) else value for _, found in recording.notes for value in found.values()
+    ]
     return [torch.tensor(recording.losses), *noted]
 
 

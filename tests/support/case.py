@@ -8,7 +8,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -27,6 +27,9 @@ from megatron_fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
 )
+from megatron_fsdp.dtensor.shard_spec import local_tensor
+from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.state.gathers import parts_of
 from tests.support.arrangements import FLAT, Arrangement, Values
 from tests.support.on_ranks import Test, assert_equal_tensors, fixed_seed
 from tests.support.zoo import IGNORED, Batch, ModelCase
@@ -130,13 +133,33 @@ FP32 = Tolerance(rtol=1e-5, atol=1e-6)
 """Sums of 12 samples in another order: a few units in the last place (6e-8) of the largest summand, about 1."""
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of a tensor: a run of the elements of a slab of it, from `first` on."""
+
+    shape: tuple[int, ...]
+    slab: tuple[int, int, int]  # a dimension, and the range along it
+    first: int
+    values: Tensor
+
+    def float(self) -> "Piece":
+        return replace(self, values=self.values.float())
+
+    def elements(self) -> Tensor:
+        """Where the values belong in the flattened tensor."""
+        dim, start, stop = self.slab
+        at = torch.arange(math.prod(self.shape)).view(self.shape)
+        slab = at.narrow(dim, start, stop - start) if self.shape else at
+        return slab.reshape(-1)[self.first : self.first + self.values.numel()]
+
+
 @dataclass
 class Recording:
-    """What a script noted, in order. A rank sends home a digest of all notes, and rank 0 alone the notes themselves."""
+    """What a script noted, in order. A rank sends home a digest of all notes, its pieces, and rank 0 alone the rest."""
 
     losses: list[float] = field(default_factory=list)
-    notes: list[tuple[str, dict[str, Tensor | None]]] = field(default_factory=list)
-    digest: list[tuple[str, str, int]] = field(default_factory=list)
+    notes: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # tensors, pieces, or None
+    digest: list[tuple[str, str, bool, int]] = field(default_factory=list)  # True: of a piece
 
 
 class Run:
@@ -148,6 +171,7 @@ class Run:
         self.recording = Recording()
         self.arrangement = FLAT if setting is None else setting.arrangement
         self.sharded: MegatronFSDP | None = None  # the wrapped model; None on one process
+        self.num_steps = 0
         with fixed_seed(0):
             self.model: nn.Module = scenario.case.build()
         if setting is None:
@@ -218,10 +242,28 @@ class Run:
         plain = dict(self.model.named_parameters())
         self.note(label, plain if self.sharded is None else self.arrangement.whole(self.sharded.full_parameters()))
 
+    def note_pieces(self, label: str, tensors_of: Callable[[ParameterGroup], Sequence[Tensor | None]]) -> None:
+        """Note what this rank holds, as main weights lie, without messages: whole tensors take several each."""
+        assert self.sharded is not None
+        found: dict[str, Piece | None] = {}
+        for group in self.sharded._engine.groups():
+            for index, (name, tensor) in enumerate(zip(group.names, tensors_of(group), strict=True)):
+                if label == "parameters" or group.plan.requires_grad:
+                    found[name] = None if tensor is None else _piece(group, index, local_tensor(tensor))
+        self.recording.notes.append((label, found))
+
     def step(self) -> None:
-        self.note_gradients()
+        """Step, with notes of gradients and parameters; by the public functions in the first step and the second."""
+        if self.sharded is None or self.num_steps == 0 or self.arrangement.whole is not FLAT.whole:
+            self.note_gradients()
+        else:
+            self.note_pieces("gradients", lambda group: group.grads())
         self.optimizer.step()
-        self.note_parameters()
+        if self.sharded is None or self.num_steps == 1 or self.arrangement.whole is not FLAT.whole:
+            self.note_parameters()
+        else:
+            self.note_pieces("parameters", lambda group: group.sharded)
+        self.num_steps += 1
         self.optimizer.zero_grad()
 
     def scale(self, factor: float) -> None:
@@ -235,6 +277,28 @@ class Run:
         for index in indices:
             self.backward(index)
             self.step()
+
+
+def _piece(group: ParameterGroup, index: int, local: Tensor) -> Piece:
+    layout, parts = group.plan.layout, parts_of(group, index)
+    shape, slab = layout.shapes[index], (0, 0, layout.shapes[index][0] if layout.shapes[index] else 0)
+    if parts is not None:
+        assert parts.dim is not None
+        rank, lengths = dist.get_rank(parts.group), [each[parts.dim] for each in parts.shapes]
+        slab = (parts.dim, sum(lengths[:rank]), sum(lengths[: rank + 1]))
+        shape = (*shape[: parts.dim], sum(lengths), *shape[parts.dim + 1 :])
+    first, _ = layout.range_in(index, group.plan.main_region)
+    return Piece(shape, slab, first, local.detach().reshape(-1).clone())
+
+
+def _joined(pieces: Sequence[Piece]) -> Tensor:
+    """Put a tensor together; elements that no rank holds are NaN, those that several hold have to be the same."""
+    whole = torch.full((math.prod(pieces[0].shape),), torch.nan, dtype=pieces[0].values.dtype)
+    for piece in pieces:
+        whole[piece.elements()] = piece.values
+    for rank, piece in enumerate(pieces):
+        assert torch.equal(whole[piece.elements()], piece.values), f"rank {rank} holds other values than a later one"
+    return whole.view(pieces[0].shape)
 
 
 def check_strategies(
@@ -272,12 +336,16 @@ def run_sharded(jobs: Sequence[Job]) -> list[Recording]:
 
 
 def outcome_of(run: Run) -> Recording:
-    def checksum(value: Tensor | None) -> int:
+    def checksum(value: Tensor | Piece | None) -> int:
+        value = value.values if isinstance(value, Piece) else value
         return -1 if value is None else zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
-    losses, notes = run.recording.losses, run.recording.notes
-    digest = [(label, name, checksum(value)) for label, values in notes for name, value in values.items()]
-    return Recording(losses, notes if dist.get_rank() == 0 else [], digest)
+    digest, sent = [], []
+    for label, values in run.recording.notes:
+        digest += [(label, name, isinstance(value, Piece), checksum(value)) for name, value in values.items()]
+        kept = {name: value for name, value in values.items() if dist.get_rank() == 0 or isinstance(value, Piece)}
+        sent.append((label, kept))
+    return Recording(run.recording.losses, sent, digest)
 
 
 @cache
@@ -319,13 +387,19 @@ def assert_bits(outcomes: Sequence[Recording], expected: Recording) -> None:
 
 def assert_notes(outcomes: Sequence[Recording], expected: Recording, tolerance: Tolerance) -> None:
     """Assert the same of all but the losses."""
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.digest == outcomes[0].digest, f"rank {rank} holds other values than rank 0"
+    first, *_ = agreed = [[each[:3] if each[2] else each for each in outcome.digest] for outcome in outcomes]
+    for rank, digest in enumerate(agreed):
+        assert digest == first, f"rank {rank} holds other values than rank 0"
     notes = outcomes[0].notes
     assert [label for label, _ in notes] == [label for label, _ in expected.notes]
     for position, ((label, got_values), (_, want_values)) in enumerate(zip(notes, expected.notes, strict=True)):
         try:
-            assert_values(got_values, want_values, tolerance)
+            of_ranks = [outcome.notes[position][1] for outcome in outcomes]
+            whole = {
+                name: _joined([values[name] for values in of_ranks]) if isinstance(value, Piece) else value
+                for name, value in got_values.items()
+            }
+            assert_values(whole, want_values, tolerance)
         except AssertionError as error:
             raise AssertionError(f"note {position} ({label}): {error}") from None
 
