@@ -698,7 +698,7 @@ def _fits(session: Session, name: str, where: Any, sizes: Sizes) -> bool:
                 facts: dict[str, Any] = {"parameters": numel, "tokens/s": round(tokens / device_ms * 1e3)}
                 if session.is_gpu:
                     facts["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-                facts |= {f"{kind} away, GiB": round(n / 2**30, 3) for kind, n in model.memory().away.items()}
+                facts |= {f"{kind} offloaded, GiB": round(n / 2**30, 3) for kind, n in model.memory().offloaded.items()}
                 when = ", stepping in backward" * in_backward
                 session.note(f"{name}{when}, {sizes.layers} layers, {tokens} tokens", **facts)
                 fitted = True

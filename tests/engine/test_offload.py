@@ -177,19 +177,19 @@ def test_offloaded_state_takes_no_bytes_of_the_device() -> None:
         assert held.compute_weight_bytes == expected.compute_weight
         assert held.main_weight_bytes == expected.main_weight
         assert held.main_grad_bytes == expected.main_grad
-        whole = persistent_bytes([replace(each, away=frozenset()) for each in groups], ShardingStrategy(strategy))
+        whole = persistent_bytes([replace(each, offloaded=frozenset()) for each in groups], ShardingStrategy(strategy))
         moved = {
             "compute_weights": whole.compute_weight - expected.compute_weight,
             "main_weights": whole.main_weight - expected.main_weight,
             "main_gradients": whole.main_grad - expected.main_grad,
         }
         for kind, count in moved.items():
-            assert held.away.get(kind, 0) == count, (offload, kind)
-        assert held.away["optimizer_state"] > 0
+            assert held.offloaded.get(kind, 0) == count, (offload, kind)
+        assert held.offloaded["optimizer_state"] > 0
         counters = 4 * sum(1 for _ in model.parameters())
         state = described.memory.optimizer_bytes
         if offload == {"main_weights": HALF}:
-            assert 0 < state < held.away["optimizer_state"] + counters + whole.optimizer
+            assert 0 < state < held.offloaded["optimizer_state"] + counters + whole.optimizer
         else:
             assert state == 0
         assert any(line.startswith("optimizer_state ") for line in described.memory.offload)

@@ -54,8 +54,8 @@ class PlannedError(RuntimeError):
 class Program:
     """A small tower that is sharded as a seed says, and what is done with it, in the order that the seed says."""
 
-    def __init__(self, seed: int, away: bool) -> None:
-        """Shard it; where state is not away, everything rests on the device."""
+    def __init__(self, seed: int, offloads: bool) -> None:
+        """Shard it; without `offloads` all state is on the device."""
         draws = random.Random(seed)
         self.is_flat = draws.random() < 0.8
         strategy = draws.choice([0, 1, 2, 3, 3, 3]) if self.is_flat else 3
@@ -76,7 +76,7 @@ class Program:
             fsdp_unit_modules=[Floor],
             zero_dp_strategy=strategy,
             mixed_precision_policy=POLICIES[policy],
-            offload=where if away else None,
+            offload=where if offloads else None,
             **options,
         )
         self.actions = [draws.choice(ACTIONS) for _ in range(draws.randint(4, 9))] + [stepped]
@@ -232,9 +232,9 @@ def problems(seeds: range, plant: Fault = nullcontext) -> list[str]:
     """Return what is wrong with the programs of some seeds: what no wait orders, or other bits than the resident."""
     found = []
     for seed in seeds:
-        resident = Program(seed, away=False).play()
+        resident = Program(seed, offloads=False).play()
         with ordered_comm_streams() as streams, plant():
-            program = Program(seed, away=True)
+            program = Program(seed, offloads=True)
             noted = program.play()
         if not same_bits(resident, noted):
             streams.findings["other bits"] = None

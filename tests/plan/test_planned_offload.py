@@ -14,7 +14,7 @@ from megatron_fsdp.plan.machine import find_machine
 from megatron_fsdp.plan.models import PRESETS
 from megatron_fsdp.plan.planning import make_workload, plan_workload
 from megatron_fsdp.plan.setup import ParallelRanks, Setup, make_setup
-from megatron_fsdp.plan.sharded import away_bytes, held_bytes, optimizer_bytes, plan_model
+from megatron_fsdp.plan.sharded import held_bytes, offloaded_bytes, optimizer_bytes, plan_model
 from tests.support.on_ranks import on_ranks
 from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 
@@ -43,10 +43,10 @@ def test_a_plan_has_the_bytes_of_a_live_rank(given: str) -> None:
     optimizer.step()
     memory = live.memory()
     assert held_bytes(planned.groups) == (memory.compute_weight_bytes, memory.main_weight_bytes, memory.main_grad_bytes)
-    assert away_bytes(planned) == sum(memory.away.values())
+    assert offloaded_bytes(planned) == sum(memory.offloaded.values())
     assert optimizer_bytes(planned) == live.describe().memory.optimizer_bytes
     resident = plan_model(Tower((32, 32, 64)).bfloat16(), make_setup(1, policy=BF16), [Floor])
-    assert away_bytes(resident) == 0
+    assert offloaded_bytes(resident) == 0
 
 
 @pytest.mark.full
@@ -62,7 +62,7 @@ def test_state_goes_to_the_host_where_nothing_else_fits_and_not_before() -> None
     found = recommend(workload, setup, small, ("none",)).best
     assert found is not None
     assert found.setup.offload.optimizer_state
-    assert found.memory.peak_bytes + found.memory.away_bytes >= resident.memory.peak_bytes
+    assert found.memory.peak_bytes + found.memory.offloaded_bytes >= resident.memory.peak_bytes
     assert found.hides_offload_from_tokens is not None
     assert recommend(workload, setup, replace(small, host_memory_bytes=1), ("none",)).best is None
 

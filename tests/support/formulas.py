@@ -40,7 +40,7 @@ class GroupFootprint:
     outer_shares: bool = False  # main weights, main gradients and optimizer state are sharded over these, too (HFSDP)
     weight_format: WeightFormat | None = None  # in which compute weights are sharded and gathered; None: their dtype
     is_looked_up: bool = False  # backward reads none of its weights, as of embeddings
-    away: frozenset[str] = frozenset()  # the fields of `PersistentBytes` that rest elsewhere than on the device
+    offloaded: frozenset[str] = frozenset()  # the fields of `PersistentBytes` that are not on the device
 
     @property
     def shard_numel(self) -> int:
@@ -49,7 +49,7 @@ class GroupFootprint:
     @property
     def has_main_copy(self) -> bool:
         """Whether main weights have memory of their own."""
-        moved = ("main_weight" in self.away) != ("compute_weight" in self.away)
+        moved = ("main_weight" in self.offloaded) != ("compute_weight" in self.offloaded)
         return self.weight_format is not None or (self.requires_grad and (moved or self.main_params != self.compute))
 
     def weight_bytes(self, numel: int) -> int:
@@ -92,7 +92,7 @@ def _footprint_of(plan: GroupPlan, unit: int) -> GroupFootprint:
         outer_shares=has_outer and plan.placements.main_weight[0] is Placement.SHARD,
         weight_format=plan.weight_format,
         is_looked_up=plan.is_looked_up,
-        away=frozenset(name for name, share in offload.items() if share),
+        offloaded=frozenset(name for name, share in offload.items() if share),
     )
 
 
@@ -142,15 +142,15 @@ def persistent_bytes(
     compute_weight = main_weight = main_grad = state = 0
     for group in groups:
         main_bytes = _held_bytes(group, strategy, "main_weight", group.main_params)
-        if "compute_weight" not in group.away:
+        if "compute_weight" not in group.offloaded:
             compute_weight += group.weight_bytes(_held_numel(group, strategy, "compute_weight"))
-        if group.has_main_copy and "main_weight" not in group.away:
+        if group.has_main_copy and "main_weight" not in group.offloaded:
             main_weight += main_bytes
-        if group.requires_grad and "main_grad" not in group.away:
+        if group.requires_grad and "main_grad" not in group.offloaded:
             main_grad += _held_bytes(group, strategy, "main_grad", group.main_grads)
         if group.requires_grad and deferred:
             main_grad += group.numel * group.main_grads.itemsize
-        if group.requires_grad and "optimizer" not in group.away:
+        if group.requires_grad and "optimizer" not in group.offloaded:
             state += main_bytes
     return PersistentBytes(compute_weight, main_weight, main_grad, optimizer_states_per_param * state)
 
@@ -294,7 +294,7 @@ _Buffer = Literal["compute_weight", "main_weight", "main_grad"]
 
 def _is_reduced_in_place(group: GroupFootprint, strategy: ShardingStrategy) -> bool:
     is_whole = group.num_shards == 1 or not _is_sharded(group, strategy, "main_grad")
-    stays = "main_grad" not in group.away and group.main_grads == group.grad_comm
+    stays = "main_grad" not in group.offloaded and group.main_grads == group.grad_comm
     return is_whole and stays and group.outer_ranks == 1
 
 
@@ -333,7 +333,7 @@ def _block_bytes(
 def _unit_weights(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> list[UnitWeights]:
     """List the weights that each unit gathers into borrowed memory, root first."""
     cut = [group for group in groups if _is_sharded(group, strategy, "compute_weight")]
-    cut = [group for group in cut if group.num_shards > 1 or "compute_weight" in group.away]
+    cut = [group for group in cut if group.num_shards > 1 or "compute_weight" in group.offloaded]
     gathered = _block_bytes(cut, lambda group: group.gathered)
     return [
         UnitWeights(gathered.get(unit, 0), tuple(g.gathered for g in cut if g.unit == unit))

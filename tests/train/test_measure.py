@@ -34,7 +34,7 @@ def test_state_that_rests_on_the_host_is_not_counted_in_the_peak() -> None:
         assert built.inside is not None
         memory = built.inside.memory()
         peaks.append(peak_bytes(built) - memory.persistent_bytes - memory.transient_peak_bytes)
-        assert peaks[-1] == optimizer_bytes(built.optimizer) - memory.away.get("optimizer_state", 0)
+        assert peaks[-1] == optimizer_bytes(built.optimizer) - memory.offloaded.get("optimizer_state", 0)
     assert peaks[0] == optimizer_bytes(built.optimizer) > peaks[1] > peaks[2] == 0
 
 

@@ -39,7 +39,7 @@ class MemoryUse:
     transient_peak_bytes: int  # most that gathered weights have taken, and buckets and scratch as far as allocated
     gathered_bytes: int  # of gathered weights now; slots count whether or not they are in use
     # of offloaded state, by kind; not counted above
-    away: Mapping[str, int] = field(default_factory=dict)
+    offloaded: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def persistent_bytes(self) -> int:
@@ -58,8 +58,8 @@ def memory_of(engine: Engine) -> MemoryUse:
             (gradients.main.is_offloaded, gradients.main.num_bytes) for _, gradients in engine.groups_with_gradients()
         ],
     }
-    away = {kind: sum(count for is_offloaded, count in parts if is_offloaded) for kind, parts in held.items()}
-    away["optimizer_state"] = _state_bytes(engine, is_offloaded=True)
+    offloaded = {kind: sum(count for is_offloaded, count in parts if is_offloaded) for kind, parts in held.items()}
+    offloaded["optimizer_state"] = _state_bytes(engine, is_offloaded=True)
     compute, main, grads = (sum(count for is_offloaded, count in parts if not is_offloaded) for parts in held.values())
     compute += sum(group.weights.quantizer.num_bytes for group in groups if group.weights.quantizer is not None)
     return MemoryUse(
@@ -68,7 +68,7 @@ def memory_of(engine: Engine) -> MemoryUse:
         grads,
         engine.executor.transient_bytes,
         engine.executor.weight_memory.held_bytes,
-        {kind: count for kind, count in away.items() if getattr(engine.options.offload, kind)},
+        {kind: count for kind, count in offloaded.items() if getattr(engine.options.offload, kind)},
     )
 
 
@@ -190,7 +190,7 @@ def memory_description(engine: Engine) -> MemoryDescription:
         optimizer_bytes=_state_bytes(engine, is_offloaded=False),
         gathered_bytes=held.gathered_bytes,
         transient_peak_bytes=held.transient_peak_bytes,
-        offload=tuple(f"{kind} {getattr(offload, kind)} {in_bytes(count)}" for kind, count in held.away.items()),
+        offload=tuple(f"{kind} {getattr(offload, kind)} {in_bytes(count)}" for kind, count in held.offloaded.items()),
         pool_bytes=None if plan.pool is None else plan.pool.num_bytes,
         pool=() if plan.pool is None else tuple(map(str, plan.pool.blocks)),
     )

@@ -30,9 +30,9 @@ from megatron_fsdp.plan.setup import ParallelRanks, Ranks, Recompute, Setup, is_
 from megatron_fsdp.plan.sharded import (
     PlannedModel,
     UnitModules,
-    away_bytes,
     held_bytes,
     host_step_s,
+    offloaded_bytes,
     optimizer_bytes,
     plan_model,
     saving_bytes,
@@ -232,7 +232,7 @@ class RankMemory:
     optimizer: int  # optimizer state, counters of steps included
     module_buffers: int  # buffers of modules, which every rank holds
     input_bytes: int  # inputs of a microbatch
-    away_bytes: int  # of the first four kinds, offloaded and not counted there
+    offloaded_bytes: int  # of the first four kinds, offloaded and not counted there
     saving_bytes: int  # host memory that a checkpoint in the background takes for its copy; saving at once takes none
     peak: Moment  # the moment of the step that holds most on top of all but main gradients
 
@@ -294,7 +294,7 @@ class Plan:
     @property
     def fits_host(self) -> bool:
         """True if offloaded state fits into the host's memory."""
-        return self.memory.away_bytes <= self.machine.host_memory_bytes
+        return self.memory.offloaded_bytes <= self.machine.host_memory_bytes
 
     @property
     def host_step_s(self) -> float:
@@ -393,7 +393,7 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
         optimizer_bytes(model),
         sum(buffer.nbytes for buffer in buffers.values()),
         profile.input_bytes,
-        away_bytes(model),
+        offloaded_bytes(model),
         saving_bytes(model) + sum(saved[name].nbytes for name in buffers.keys() & saved.keys()),
         step.peak,
     )

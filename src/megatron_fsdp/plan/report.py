@@ -43,7 +43,7 @@ def plan_dict(plan: Plan, tried: Recommendation | None = None) -> dict[str, Any]
         "workload": {"tokens_per_rank_and_microbatch": work.tokens, "notes": list(plan.notes)},
         "memory": {
             "held": {**memory.held, "total": memory.held_bytes},
-            "away": memory.away_bytes,
+            "offloaded": memory.offloaded_bytes,
             "inputs": memory.input_bytes,
             "pool": [] if plan.model.memory.pool is None else list(map(str, plan.model.memory.pool.blocks)),
             "peak": {**vars(memory.peak), "total": memory.peak_bytes},
@@ -107,7 +107,7 @@ def tried_table(tried: Recommendation) -> Table:
                 setup.outer.name if setup.outer is not None else "",
                 f"{ranks.dp_outer} x {ranks.inner}" if ranks.dp_outer > 1 else str(ranks.inner),
                 setup.recompute,
-                in_bytes(plan.memory.away_bytes) if plan.memory.away_bytes else "",
+                in_bytes(plan.memory.offloaded_bytes) if plan.memory.offloaded_bytes else "",
                 in_bytes(plan.memory.peak_bytes),
                 "yes" if plan.fits else "no",
                 f"{plan.step_s:.3f} s",
@@ -169,7 +169,7 @@ def tables(plan: Plan, *, with_units: bool) -> Iterator[Table]:
         f"activations ({moment_words(peak.label)})": peak.activation_bytes,
         "peak": memory.peak_bytes,
         "usable": plan.machine.usable_bytes,
-        **({"in host memory": memory.away_bytes} if memory.away_bytes else {}),
+        **({"in host memory": memory.offloaded_bytes} if memory.offloaded_bytes else {}),
     }
     yield ("memory of a rank at the peak", "bytes"), [(name, in_bytes(count)) for name, count in at_peak.items()]
     if plan.traffic:
@@ -254,12 +254,12 @@ def machine_words(machine: Machine) -> str:
 def advice(plan: Plan) -> str:
     """Suggest changes for a plan that does not fit."""
     ranks = ranks_that_fit(plan)
-    away, room = plan.memory.away_bytes, in_bytes(plan.machine.host_memory_bytes)
+    offloaded, room = plan.memory.offloaded_bytes, in_bytes(plan.machine.host_memory_bytes)
     host = "offload state to the host (--offload main_weights)"
     if not plan.fits_host:
         host = (
-            f"give the host more memory ({in_bytes(away)} are offloaded to it, and it has {room} for each device; if "
-            f"yours has more, say so: --host-memory {math.ceil(away / 1e9)}GB)"
+            f"give the host more memory ({in_bytes(offloaded)} are offloaded to it, and it has {room} for each device; "
+            f"if yours has more, say so: --host-memory {math.ceil(offloaded / 1e9)}GB)"
         )
     more = f"use more ranks (about {ranks:,} with every rank holding a share), d" if ranks else "d"
     return (
@@ -271,10 +271,10 @@ def advice(plan: Plan) -> str:
 
 def verdict(plan: Plan) -> str:
     """Return one sentence: the plan fits, or the bytes it lacks."""
-    usable, away = plan.machine.usable_bytes, plan.memory.away_bytes
+    usable, offloaded = plan.machine.usable_bytes, plan.memory.offloaded_bytes
     left = usable - plan.memory.peak_bytes
     room = in_bytes(plan.machine.host_memory_bytes)
-    host = f"{in_bytes(away)} are offloaded to the host, which has {room} for a device" if away else ""
+    host = f"{in_bytes(offloaded)} are offloaded to the host, which has {room} for a device" if offloaded else ""
     if left < 0:
         return f"It does not fit: {in_bytes(-left)} too much at the peak{host and f'; {host}'}."
     if not plan.fits_host:

@@ -162,46 +162,46 @@ def _rank_mesh(setup: Setup, inner: int, *, is_expert: bool = False) -> RankMesh
 # ---- memory of a rank between steps ---------------------------------------------------------------------------------
 
 
-def held_bytes(groups: Iterable[GroupPlan], *, away: bool = False) -> tuple[int, int, int]:
+def held_bytes(groups: Iterable[GroupPlan], *, offloaded: bool = False) -> tuple[int, int, int]:
     """Count a rank's bytes of compute weights, of main weights with their own memory, and of main gradients.
 
-    On the device, or those `away` from it.
+    On the device, or those that are `offloaded`.
     """
     compute = main = gradients = 0
     for group in groups:
         precision, numel = group.precision, group.main_region.numel
-        if group.offloads_compute is away:
+        if group.offloads_compute is offloaded:
             compute += group.held_bytes
-        if (form := group.weight_format) is not None and form.agrees_on_amax and not away:
+        if (form := group.weight_format) is not None and form.agrees_on_amax and not offloaded:
             # amaxes, and the scales that linears multiply by
             compute += len(group.layout.shapes) * torch.float32.itemsize * (2 if isinstance(form, Fp8Compute) else 1)
-        if (group.weight_format is not None or group.has_main_copy) and group.offloads_main is away:
+        if (group.weight_format is not None or group.has_main_copy) and group.offloads_main is offloaded:
             main += numel * precision.main_params.itemsize
-        if group.requires_grad and (group.offload.main_gradients > 0) is away:
+        if group.requires_grad and (group.offload.main_gradients > 0) is offloaded:
             gradients += numel * precision.main_grads.itemsize
     return compute, main, gradients
 
 
-def optimizer_bytes(model: PlannedModel, *, away: bool = False) -> int:
-    """Count this rank's bytes of optimizer state on the device, or `away` from it."""
-    return sum(shard.state_bytes for shard in model.local_shards() if shard.state_is_offloaded is away)
+def optimizer_bytes(model: PlannedModel, *, offloaded: bool = False) -> int:
+    """Count this rank's bytes of optimizer state on the device, or `offloaded`."""
+    return sum(shard.state_bytes for shard in model.local_shards() if shard.state_is_offloaded is offloaded)
 
 
-def cast_bytes(group: GroupPlan, *, away: bool = False) -> int:
+def cast_bytes(group: GroupPlan, *, offloaded: bool = False) -> int:
     """Count the bytes of `.grad` in the main weights' dtype, if main gradients have another dtype.
 
-    They are cast where the main gradients are: on the device, or `away` from it.
+    They are cast where the main gradients are: on the device, or `offloaded`.
     """
     precision = group.precision
     is_cast = group.requires_grad and precision.main_grads != precision.main_params
-    is_here = (group.offload.main_gradients > 0) is away
+    is_here = (group.offload.main_gradients > 0) is offloaded
     return group.main_region.numel * precision.main_params.itemsize if is_cast and is_here else 0
 
 
-def away_bytes(model: PlannedModel) -> int:
+def offloaded_bytes(model: PlannedModel) -> int:
     """Count this rank's offloaded bytes."""
-    casts = sum(cast_bytes(group, away=True) for group in model.groups)
-    return sum(held_bytes(model.groups, away=True)) + optimizer_bytes(model, away=True) + casts
+    casts = sum(cast_bytes(group, offloaded=True) for group in model.groups)
+    return sum(held_bytes(model.groups, offloaded=True)) + optimizer_bytes(model, offloaded=True) + casts
 
 
 def step_bytes(model: PlannedModel) -> int:
@@ -236,7 +236,7 @@ def host_step_s(model: PlannedModel, machine: Machine) -> float:
 def saving_bytes(model: PlannedModel) -> int:
     """Count this rank's bytes of a checkpoint: main weights without padding, and optimizer state."""
     weights = sum(shard.num_bytes for group in model.groups for shard in model.local_shards_of(group))
-    return weights + optimizer_bytes(model) + optimizer_bytes(model, away=True)
+    return weights + optimizer_bytes(model) + optimizer_bytes(model, offloaded=True)
 
 
 # ---- the cost of Muon: balance of its iteration over ranks, compute and communication --------------------------------

@@ -175,7 +175,7 @@ def engine_bytes(trained: Trained) -> int:
     if trained.inside is None:  # gradients are as large as weights while there are any
         return held + sum(2 * _local(p).nbytes for p in trained.model.parameters() if p.requires_grad)
     memory = trained.inside.memory()
-    return memory.persistent_bytes + memory.transient_peak_bytes + held - memory.away.get("optimizer_state", 0)
+    return memory.persistent_bytes + memory.transient_peak_bytes + held - memory.offloaded.get("optimizer_state", 0)
 
 
 def describe_peak(trained: Trained) -> str:
