@@ -190,4 +190,6 @@ def _sent_bytes(name: str, args: Any, num_ranks: int) -> int:
         return args[1].nbytes * (num_ranks - 1)  # each rank's shard reaches every other rank
     if name == ALL_REDUCE:
         return sum(2 * (tensor.nbytes - tensor.nbytes // num_ranks) for tensor in args[0])
+    if name == EXCHANGE and args[3]:
+        return args[1].nbytes  # sizes are given between two ranks, where a rank's own half is left out
     return args[1].nbytes - args[1].nbytes // num_ranks if name in _REDUCTIONS else 0

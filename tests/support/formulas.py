@@ -206,12 +206,13 @@ def gathered_peak_bytes(plan: WeightPlan) -> int:
 def exchange_scratch_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy, buckets: int = 2) -> int:
     """Count the bytes of the blocks that receive gradients in pairwise exchanges, for back ends that use them (gloo).
 
-    There is one block for each bucket but the one that fills, as large as its bucket. Units take turns, from the last
-    to the root. Nothing is exchanged under ``no_shard`` or on one rank.
+    There is one block for each bucket but the one that fills, as large as what its bucket has of exchanged groups;
+    between two ranks half of that, since a rank's own half stays where it is. Units take turns, from the last to the
+    root. Nothing is exchanged under ``no_shard`` or on one rank.
     """
-    exchanged = {group.unit for group in groups if _is_exchanged(group, strategy)}
-    sizes = _bucket_bytes(groups)
-    return _largest_in_a_row([sizes[unit] for unit in sorted(exchanged)], max(1, buckets - 1))
+    exchanged = [group for group in groups if group.requires_grad and _is_exchanged(group, strategy)]
+    sizes = _block_bytes(exchanged, lambda group: (group.numel // (2 if group.num_shards == 2 else 1), group.grad_comm))
+    return _largest_in_a_row([sizes[unit] for unit in sorted(sizes)], max(1, buckets - 1))
 
 
 def passing_bytes(groups: Sequence[GroupFootprint], strategy: ShardingStrategy) -> PassingBytes:

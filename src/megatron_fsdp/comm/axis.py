@@ -176,9 +176,16 @@ class Axis:
         return work
 
     def exchange(self, received: torch.Tensor, full: torch.Tensor, async_op: bool = True) -> dist.Work | None:
-        """Run the all-to-all of a reduce-scatter: send part r of `full` to rank r; receive row r from rank r."""
+        """Run the all-to-all of a reduce-scatter: send part r of `full` to rank r; receive row r from rank r.
+
+        Between two ranks `received` may be the other's row alone; then no rank copies its own.
+        """
         self._count_reduce_scatter(full)
-        return dist.all_to_all_single(received, full, group=self.group, async_op=async_op)
+        sizes = None
+        if (numel := received.numel()) < full.numel():
+            sizes = [0, numel] if self.rank == 0 else [numel, 0]
+            full = full.narrow(0, (1 - self.rank) * numel, numel)
+        return dist.all_to_all_single(received, full, sizes, sizes, group=self.group, async_op=async_op)
 
     def _count_reduce_scatter(self, full: torch.Tensor) -> None:
         self.traffic.reductions += 1
@@ -222,11 +229,17 @@ def sum_received(received: Tensor, num_ranks: int) -> Tensor:
     """Sum the rows that `Axis.exchange` received, in rank order; overwrites `received`.
 
     (num_ranks * shard_numel,) become (shard_numel,), in float32 for 16-bit inputs; else in the same dtype, a view of
-    the first row. Row after row is added in place, which takes less than half the time of a reduction over the rows and
-    no memory.
+    the first row.
     """
-    rows = received.view(num_ranks, -1)
-    total = rows[0].to(sum_dtype(received.dtype))
+    return sum_rows(received.view(num_ranks, -1).unbind())
+
+
+def sum_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Sum rows in their order, as `sum_received` does; overwrites the first.
+
+    Row after row is added in place, which takes less than half the time of a reduction over the rows and no memory.
+    """
+    total = rows[0].to(sum_dtype(rows[0].dtype))
     for row in rows[1:]:
         total.add_(row)
     return total

@@ -139,7 +139,9 @@ class Executor:
         # would hold back one of theirs for the whole backward.
         self._root_bucket = BlockPool(pool, Use.ROOT_BUCKET, 1, root, make_room)
         self._buckets = BlockPool(pool, Use.BUCKET, self.bucket_count, others, make_room)
-        self._scratch = BlockPool(pool, Use.SCRATCH, self._scratch_count, sizes, make_room)
+        exchanged = [unit.scratch_bytes for unit in self._units]
+        # one for each reduction that may be in flight while another bucket fills
+        self._scratch = BlockPool(pool, Use.SCRATCH, max(1, self.bucket_count - 1), exchanged, make_room)
         outer_buffer = max(outer_buffer_offsets(unit.group_plans)[1] for unit in self._units)
         self._outer_buffers = BlockPool(pool, Use.OUTER_BUFFER, OUTER_REDUCTIONS, [outer_buffer], make_room)
 
@@ -148,15 +150,10 @@ class Executor:
         self.retire_all()
         self.bucket_count = count
         self._buckets.set_count(count)
-        self._scratch.set_count(self._scratch_count)
+        self._scratch.set_count(max(1, count - 1))
         for unit in self._units:
             for each in unit.trained:
                 each.gradients.bucket_views.clear()
-
-    @property
-    def _scratch_count(self) -> int:
-        """Number of scratch blocks: one per reduction that may be in flight while another bucket fills."""
-        return max(1, self.bucket_count - 1)
 
     def run(self, operations: Iterable[Operation], sync_scope: SyncScope | None = None) -> None:
         """Carry out operations in order.
@@ -281,9 +278,8 @@ class Executor:
         # One collective per group, since groups differ in dtype, ranks or placements. Torch could launch them as one,
         # but only under NCCL and by a private context.
         for index, group, gradients in reducing:
-            in_place = gradients.fills_main
-            sent = gradients.main.local if in_place else unit.slice_of(index, self._bucket(unit))
-            received = None if scratch is None else unit.slice_of(index, scratch)
+            sent = gradients.main.local if gradients.fills_main else unit.slice_of(index, self._bucket(unit))
+            received = unit.scratch_of(index, scratch)
             works.append(gradients.reduce(self._reduce_stream, sent, received, group.sharded, self.going_stream))
         # From here on the reduction owns the bucket; gradients that come later fill another.
         block = self._borrowed.pop(unit.index, None)
@@ -331,13 +327,13 @@ class Executor:
         return self._borrowed[unit.index]
 
     def _scratch_for(self, unit: Unit) -> Block | None:
-        if not unit.exchanges_inner:
+        if not unit.scratch_bytes:
             return None
         if unit.index == ROOT_UNIT:  # the last of a backward: free the other units' buckets first
             while self._retire_oldest():
                 pass
             self._buckets.empty()
-        scratch = self._scratch.borrow(unit.bucket_bytes)
+        scratch = self._scratch.borrow(unit.scratch_bytes)
         self.observers.lends(BorrowedMemory.SCRATCH, unit.index, scratch)
         return scratch
 

@@ -309,7 +309,7 @@ class GradientBuffers:
             self._filling = self._unreduced_gradient
             targets = self._make_views(self._unreduced_gradient)
         # A hook may copy a gradient by itself where the copy needs neither a sum nor a factor.
-        is_direct = bucket is not None and self.reducer.encodes_by_cast
+        is_direct = bucket is not None and self.reducer.reduction.pre_factor == 1.0
         for each, target in zip(self.of_parameter, targets, strict=True):
             each.target, each.direct, each.filled = target, target if is_direct else None, False
 
@@ -373,9 +373,9 @@ class GradientBuffers:
         """Start to reduce the new gradients over the inner ranks; missing gradients count as zero.
 
         `bucket` is (numel,) in the communication dtype: the one given to `begin`, or one to cast unreduced gradients
-        into. So is `scratch` where the reducer exchanges inside, else None. The `.grad` of the sharded `params` decides
-        between overwriting and adding. An offloaded main gradient is copied to and from the device on `copy_stream`.
-        Returns the work, and memory besides bucket and scratch to be kept until the work was waited for.
+        into; `scratch` is as in `reduce_inner`. The `.grad` of the sharded `params` decides between overwriting and
+        adding. An offloaded main gradient is copied on `copy_stream`. Returns the work, and memory to be kept until
+        it was waited for.
         """
         if not self.is_filling and not self.has_unreduced_gradient:
             raise ScheduleError(f"the bucket of {self._name} would be reduced while it is empty")
@@ -483,7 +483,8 @@ class GradientBuffers:
         The current value of a copy or replacement counts. It is read on the compute stream, whose memory it is: a
         stream might read it after it was freed. Our own views stay in `.grad`; others leave None.
         """
-        self.main.allocate()  # on CUDA, on the stream that will free it
+        if self.reduces_in_place or self.main.device.type == "cuda":
+            self.main.allocate()  # on the stream that will free it; on a CPU when the sum is there
         changed: dict[int, torch.Tensor] = {}
         found = get_grads(params, self.grad_attribute)
         for index, (each, grad) in enumerate(zip(self.of_parameter, found, strict=True)):

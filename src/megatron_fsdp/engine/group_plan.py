@@ -212,6 +212,12 @@ class GroupPlan:
         """Bytes of the full gradients in the communication dtype; 0 for a frozen group."""
         return self.layout.numel * self.precision.grad_comm.itemsize if self.requires_grad else 0
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes that an exchange over the inner ranks receives; between two ranks only the other's half."""
+        leaves_out = self.axis.num_ranks == 2 and self.rank_mesh.flat is None
+        return self.bucket_bytes // (2 if leaves_out else 1) if self.exchanges_inner else 0
+
     def shard_spec(self, index: int) -> ShardSpec:
         """Return the shard spec of tensor `index`, which its main weight, gradient and state share."""
         part, layouts = self.parts[index], self.layouts_by_part

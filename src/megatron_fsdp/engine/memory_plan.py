@@ -239,7 +239,7 @@ def _block_sizes(
     own = weights.units_in(WeightStorage.OWN)
     # A unit has one bucket, in which its groups lie one behind another.
     needed = [pack_bytes([group.bucket_bytes for group in unit])[1] for unit in units]
-    scratch = max(needed) if any(group.exchanges_inner for group in chain.from_iterable(units)) else 0
+    scratch = max(pack_bytes([group.scratch_bytes for group in unit])[1] for unit in units)
     outer_buffer = max((outer_buffer_offsets(unit)[1] for unit in units), default=0)
     return {
         Use.SHARD: [group.shard_bytes for group in chain.from_iterable(units)],

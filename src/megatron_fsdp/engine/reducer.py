@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_fsdp.comm.axis import Axis, add_up_into, put_scaled, sum_received
+from megatron_fsdp.comm.axis import Axis, add_up_into, put_scaled, sum_rows
 from megatron_fsdp.comm.streams import Launch
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.sharding.placement import Placement, held_region
@@ -92,11 +92,6 @@ class GradientReducer:
 
     # ---- the gradient format ------------------------------------------------------------------------------------
 
-    @property
-    def encodes_by_cast(self) -> bool:
-        """True if `encode` is a copy with a cast, which a hook may do by itself."""
-        return self.reduction.pre_factor == 1.0
-
     def encode(self, grad: torch.Tensor, out: torch.Tensor, adds: bool = False) -> None:
         """Write a gradient into its part of a bucket as it is sent, or add it to another one there."""
         factor = self.reduction.pre_factor
@@ -112,8 +107,8 @@ class GradientReducer:
     def reduce_inner(self, bucket: torch.Tensor, scratch: torch.Tensor | None) -> Stage:
         """Reduce a bucket (numel,) in the communication dtype over the inner ranks.
 
-        `scratch` is the same again where `exchanges_inner`, else None. The stage's result is (first_region.numel,), as
-        are its rows.
+        `scratch` has `scratch_bytes` of `GroupPlan` where `exchanges_inner`, else it is None. The stage's result is
+        (first_region.numel,), as are its rows.
         """
         axis, average = self._inner, self.reduction.op == "avg"
         if self._flat is not None:
@@ -134,7 +129,8 @@ class GradientReducer:
             return Stage(partial(axis.all_reduce, bucket, average), lambda: bucket)
         if self.exchanges_inner:
             assert scratch is not None
-            return _by_rank(axis, scratch, partial(axis.exchange, scratch, bucket))
+            own = bucket.view(axis.num_ranks, -1)[axis.rank] if scratch.numel() < bucket.numel() else None
+            return _by_rank(axis, scratch, partial(axis.exchange, scratch, bucket), own)
         return _native(axis, bucket, self.first_region.numel, average)
 
     def reduce_outer(self, sums: torch.Tensor, outer_buffer: Sequence[torch.Tensor]) -> Stage:
@@ -162,11 +158,11 @@ class GradientReducer:
         return stage._replace(memory=(sums,))
 
 
-def _by_rank(axis: Axis, received: torch.Tensor, launch: Launch) -> Stage:
-    """Make a stage that receives a row of each rank, and sums them here."""
-    rows = received.view(axis.num_ranks, -1).unbind()
-    result = partial(sum_received, received, axis.num_ranks)
-    return Stage(launch, result, (), partial(add_up_into, rows), rows)
+def _by_rank(axis: Axis, received: torch.Tensor, launch: Launch, own: torch.Tensor | None = None) -> Stage:
+    """Make a stage that receives a row of each rank, or of each but this one, which is `own`, and sums them here."""
+    rows = [*received.view(axis.num_ranks - (own is not None), -1).unbind()]
+    rows[axis.rank : axis.rank] = [] if own is None else [own]
+    return Stage(launch, partial(sum_rows, rows), (), partial(add_up_into, rows), tuple(rows))
 
 
 def _native(axis: Axis, full: torch.Tensor, numel: int, average: bool) -> Stage:

@@ -179,11 +179,6 @@ class Unit:
         return self.shards_compute_weights and all(plan.is_looked_up for plan in self.group_plans)
 
     @property
-    def exchanges_inner(self) -> bool:
-        """True if reducing any group over the inner ranks needs scratch."""
-        return any(plan.exchanges_inner for plan in self.group_plans)
-
-    @property
     def label(self) -> str:
         """The name for messages."""
         return self.name or "(root)"
@@ -196,8 +191,9 @@ class Unit:
                 shard_spec.belongs = (name, owner)
 
     def plan_buckets(self) -> None:
-        """Place the buckets of all groups in one block; again after a change of the communication dtype."""
-        self._bucket_offsets, self.bucket_bytes = pack_bytes([group.plan.bucket_bytes for group in self.groups])
+        """Place buckets, and scratch, of all groups in one block; again after a change of the communication dtype."""
+        self._bucket_offsets, self.bucket_bytes = pack_bytes([plan.bucket_bytes for plan in self.group_plans])
+        self._scratch_offsets, self.scratch_bytes = pack_bytes([plan.scratch_bytes for plan in self.group_plans])
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -384,9 +380,15 @@ class Unit:
         return sum(plan.sent_bytes for plan in self.group_plans if plan.needs_all_gather)
 
     def slice_of(self, group_index: int, block: Block) -> torch.Tensor:
-        """Return a group's slice of the unit's bucket or scratch, (numel,) in the communication dtype."""
+        """Return a group's slice of the unit's bucket, (numel,) in the communication dtype."""
         plan = self.groups[group_index].plan
         return block.view(self._bucket_offsets[group_index], plan.layout.numel, plan.precision.grad_comm)
+
+    def scratch_of(self, group_index: int, block: Block | None) -> torch.Tensor | None:
+        """Return a group's slice of the unit's scratch, in the communication dtype; None where it needs none."""
+        plan, offset = self.groups[group_index].plan, self._scratch_offsets[group_index]
+        numel, dtype = plan.scratch_bytes // plan.precision.grad_comm.itemsize, plan.precision.grad_comm
+        return block.view(offset, numel, dtype) if block is not None and numel else None
 
     def outer_buffer_of(self, group_index: int, block: Block | None) -> tuple[torch.Tensor, ...]:
         """Return a group's send and receive buffers of the outer reduction; empty without a block."""

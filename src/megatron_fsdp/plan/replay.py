@@ -199,7 +199,7 @@ class _Unit:
         outer = [group for group in trained if group.outer_buffer_bytes]
         self.groups, self.gradients, self.sharded, self.reduces = (self,), self, (), bool(trained)
         self.trained = (TrainedGroup(0, cast(Any, self), cast(Any, self)),)
-        self.exchanges_inner, self.reduces_outer = bool(exchanged), bool(outer)
+        self.reduces_outer = bool(outer)
         self._messages = {
             (axis, is_gather): [
                 (_sent_bytes(group, axis, is_gather=is_gather), group.rank_mesh.is_expert) for group in groups
@@ -209,6 +209,7 @@ class _Unit:
         }
         self.gathered_bytes = pack_bytes([group.gathered_bytes for group in groups])[1]
         self.bucket_bytes = pack_bytes([group.bucket_bytes for group in groups])[1]
+        self.scratch_bytes = pack_bytes([group.scratch_bytes for group in groups])[1]
         self.reads_weights = not (self.gathered_bytes and all(group.is_looked_up for group in groups))  # in backward
         _, _, self.main_bytes = held_bytes(trained)
         self.cast_bytes = sum(map(cast_bytes, trained))
@@ -221,6 +222,8 @@ class _Unit:
         self.transposable = {info.name: prod(info.shape) for info in kept}
         self.transposed: dict[str, int] = {}  # bytes of codes that are kept transposed, by name
         self._in_place = all(group.reduces_in_place for group in trained)
+        # on a CPU the main gradient is allocated when a reduction is waited for
+        self._is_late = not self._in_place and any(group.axis.exchanges_pairwise for group in trained)
         self.main, self.local = self, object()  # the main gradient, and a stand-in for its memory
         self.is_filling = self.has_unreduced_gradient = self.has_partly_reduced = self.has_main = False
         self.fills_main = False
@@ -270,7 +273,7 @@ class _Unit:
     def slice_of(self, _position: int, block: object) -> object:
         return block
 
-    outer_buffer_of = slice_of
+    outer_buffer_of = scratch_of = slice_of
 
     def fill_main(self, _sharded: object) -> bool:
         """Begin to fill the main gradient; return False if it has a bucket, or memory already."""
@@ -296,7 +299,7 @@ class _Unit:
             self._passing.add(-self._whole_bytes)
         self.is_filling = self.has_unreduced_gradient = self.fills_main = False
         if not self.reduces_outer:
-            self.has_main = True
+            self.has_main |= not self._is_late
         elif not self.has_partly_reduced:
             self.has_partly_reduced = True
             self._passing.add(self._pending_bytes)
@@ -304,19 +307,21 @@ class _Unit:
 
         def wait() -> None:
             self._links.wait(end_s)
+            self.has_main |= not self.reduces_outer
             self._passing.borrow(self._local_sum_bytes)
 
         return _Work(wait), ()
 
     def reduce_outer(self, _stream: object, _sharded: object, _copy_stream: object, block: object) -> _Started:
         """Reduce over the outer ranks; a block of the pool replaces an allocation."""
-        self.has_partly_reduced, self.has_main = False, True
+        self.has_partly_reduced, self.has_main = False, self.has_main or not self._is_late
         allocated = self._across_bytes if block is None else 0
         self._passing.add(allocated)
         end_s = self._send(OUTER, is_gather=False)
 
         def wait() -> None:
             self._links.wait(end_s)
+            self.has_main = True
             self._passing.add(-allocated - self._pending_bytes)
 
         return _Work(wait), ()
