@@ -152,6 +152,15 @@ def test_lies_in_rows_are_refused(tmp_path: Path, kind: str) -> None:
     assert str(folder) in str(caught.value)
 
 
+def test_sums_of_lengths_may_need_more_than_64_bits(tmp_path: Path) -> None:
+    """They tell how often the bytes of a file are pointed to, and may not begin anew at zero."""
+    opened = CheckpointFolder(write(tmp_path / "sharing"), check=False)
+    chunks = opened.tensors["c.long"].chunks
+    chunks.files[:], chunks.lengths[:] = 0, 1 << 61
+    assert len(chunks) == RANKS
+    assert opened._use_of_files["__0_0.distcp"][1] >= RANKS << 61
+
+
 @pytest.mark.parametrize("at", range(0, 100, 7))
 def test_cut_off_metadata_are_refused(tmp_path: Path, at: int) -> None:
     folder = write(tmp_path / "cut")

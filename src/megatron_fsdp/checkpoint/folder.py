@@ -426,11 +426,11 @@ class CheckpointFolder:
         ]
         rows: list[tuple[str, int, int]] = [*objects]
         for same in alike.values():
-            ends, sums = np.zeros((2, len(same[0].names)), np.int64)
+            ends, sums = np.zeros(len(same[0].names), np.int64), np.zeros(len(same[0].names))  # sums may be any
             for chunks in same:
                 np.maximum.at(ends, chunks.files, chunks.offsets.astype(np.int64) + chunks.lengths)
                 np.add.at(sums, chunks.files, chunks.lengths)
-            rows += zip(same[0].names, ends.tolist(), sums.tolist(), strict=True)
+            rows += zip(same[0].names, ends.tolist(), map(int, sums.tolist()), strict=True)
         found: dict[str, tuple[int, int]] = {}
         for name, needed, told in rows:
             before = found.get(name, (0, 0))
