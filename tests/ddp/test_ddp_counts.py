@@ -63,8 +63,10 @@ class Wire(TorchDispatchMode):
         numel, kind = None, "reduce"
         if name == "c10d::broadcast_" and (part := own_part(args)) is not None:
             numel, kind = part.numel() * dist.get_world_size(), "gather"
-        elif name in ("c10d::allreduce_", "c10d::alltoall_base_"):
-            numel = (args[0][0] if name == "c10d::allreduce_" else args[0]).numel()
+        elif name == "c10d::allreduce_":
+            numel = args[0][0].numel()
+        elif name == "c10d::alltoall_base_":
+            numel = args[0].numel() * (2 if args[3] else 1)  # with sizes it brings the other rank's half alone
         if numel in NUMELS:
             self.log.append(f"{kind}{NUMELS.index(numel) + 1}")
         return func(*args, **(kwargs or {}))
