@@ -205,6 +205,8 @@ def _arithmetic(case: Case) -> object:
         config.get("average_in_collective", options.get("average_in_collective", False)),
         config.get("gradient_reduce_div_fusion", True),
         any(block.sometimes for block in case.blocks) and not options.get("find_unused_parameters"),
+        # PyTorch's policy has no dtype for sums of microbatches, which have that of each parameter.
+        case.door == "like torch" and case.precision.policy.main_grads_dtype and any(b.mixed for b in case.blocks),
     )
 
 
