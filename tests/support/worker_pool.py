@@ -45,8 +45,8 @@ DEFAULT_TIMEOUT_S = 300.0
 _START_TIMEOUT_S = 600.0
 _STACK_DUMP_TIMEOUT_S = 120.0
 _PROCESS_GROUP_TIMEOUT = timedelta(minutes=30)  # longer than any call may take: hangs are the pool's to report
+_MAX_THREADS = 150  # of one call that makes many groups: gloo has some for each, which wake up every 10 ms
 _SHOWN_AT_EACH_END = 3000
-_DROP_PROCESS_GROUPS = b"drop"  # the one request that has no reply
 ON_DROPPED_GROUPS: list[Callable[[], object]] = []
 """Called on a rank when the groups of a call are destroyed: clears what has kept their meshes."""
 # The first optimizer of a process imports `torch._dynamo`.
@@ -82,6 +82,7 @@ class _Spec:
 class _Reply:
     value: bytes | None  # pickled
     error: str | None  # the text of what was raised
+    threads: int
 
 
 @dataclass(eq=False)
@@ -140,9 +141,8 @@ class WorkerPool:
             with contextlib.suppress(OSError):  # a worker that just died is reported below
                 worker.connection.send_bytes(request)
         replies = self._await_replies(fn.__qualname__, timeout_s)
-        for worker in self._workers:  # all ranks have ended the call, so that none connects any more
-            with contextlib.suppress(OSError):
-                worker.connection.send_bytes(_DROP_PROCESS_GROUPS)
+        if max(reply.threads for reply in replies) > _MAX_THREADS:
+            self.stop()
         return [pickle.loads(reply.value) for reply in replies if reply.value is not None]
 
     def stop(self) -> None:
@@ -220,12 +220,9 @@ def _serve(spec: _Spec, connection: Connection) -> None:
     gc.freeze()  # what is alive now stays; collecting after each call need not look at it
     environment = dict(os.environ)
     try:
-        connection.send_bytes(pickle.dumps(_Reply(None, None)))  # ready
+        connection.send_bytes(pickle.dumps(_Reply(None, None, 1)))  # ready
         while True:
-            if (request := connection.recv_bytes()) == _DROP_PROCESS_GROUPS:
-                _drop_process_groups()
-            else:
-                connection.send_bytes(pickle.dumps(_answer(request, spec, environment)))
+            connection.send_bytes(pickle.dumps(_answer(connection.recv_bytes(), spec, environment)))
     except (EOFError, OSError):
         pass
     # Skip destructors: taking gloo down while a peer is already gone can abort the process.
@@ -272,6 +269,7 @@ def _answer(request: bytes, spec: _Spec, environment: dict[str, str]) -> _Reply:
     """Run one pickled `(fn, args)` from a known state of all random generators, and catch whatever it raises."""
     value, error = None, None
     try:
+        _drop_process_groups()
         fn, args, given = pickle.loads(request)
         os.environ.pop(_MESSAGE_BYTES, None)
         os.environ.update(given)
@@ -281,14 +279,15 @@ def _answer(request: bytes, spec: _Spec, environment: dict[str, str]) -> _Reply:
     except BaseException:  # noqa: BLE001 - SystemExit and pytest outcomes must reach the parent too
         error = traceback.format_exc()
     _restore_process(spec, environment)
-    return _Reply(value, error)
+    tasks = Path("/proc/self/task")  # threads of back ends included; none where the system does not tell
+    return _Reply(value, error, len(list(tasks.iterdir())) if tasks.is_dir() else 0)
 
 
 def _drop_process_groups() -> None:
     """Destroy the groups of the call before: each has threads of gloo's, which wake up every 10 ms.
 
-    DTensor remembers what an operation gives, mesh included, and takes a later mesh of the same ranks and names for
-    the same.
+    All ranks have ended that call, so that none connects any more. DTensor remembers what an operation gives, mesh
+    included, and takes a later mesh of the same ranks and names for the same.
     """
     for forget in ON_DROPPED_GROUPS:
         forget()
