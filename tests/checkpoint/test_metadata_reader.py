@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,11 @@ def first_place(raw: bytes, name: str) -> int:
     return found.start(name) + 1
 
 
+def second_memo(raw: bytes) -> int:
+    """Return the place of the number that the second row of chunks has in the memo."""
+    return metadata_reader._CHUNK[0].match(raw, metadata_reader._CHUNK[0].search(raw).end()).start("memos") + 1  # type: ignore[union-attr]
+
+
 def put(value: int) -> bytes:
     return value.to_bytes(4, "little", signed=True)
 
@@ -126,6 +132,7 @@ LIES: dict[str, tuple[Callable[[bytes], int], int, str]] = {
     "a box outside": (lambda raw: first_chunk(raw, 0), 7, "has a chunk outside of it"),
     "another offset": (lambda raw: first_chunk(raw, 2), 1, "a.odd of shape (7, 5, 3)"),
     "fewer elements": (lambda raw: first_chunk(raw, 5), 0, "is incomplete"),
+    "two boxes with one number": (second_memo, 3, "numbers of the memo that are not counted up"),
     "a place of another box": (lambda raw: first_place(raw, "memos"), 3, "nothing says where its bytes are"),
     "a place in no file": (lambda raw: first_place(raw, "files"), 1 << 30, "not a file of the folder"),
     "a place in what is no name": (lambda raw: first_place(raw, "files"), 1, "not a file of the folder"),
@@ -150,6 +157,32 @@ def test_lies_in_rows_are_refused(tmp_path: Path, kind: str) -> None:
         CheckpointFolder(folder)
     assert told in str(caught.value)
     assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["offsets", "lengths"])
+def test_boxes_of_other_dimensions_are_refused(tmp_path: Path, field: str) -> None:
+    folder = write(tmp_path / "lying")
+    raw = (folder / ".metadata").read_bytes()
+    scalar = next(row for row in metadata_reader._CHUNK[0].finditer(raw) if row["offsets"] == row["lengths"] == b"")
+    (folder / ".metadata").write_bytes(raw[: scalar.start(field)] + b"J" + put(1) + raw[scalar.start(field) :])
+    with pytest.raises(CheckpointError, match=r"b.scalar of shape \(\) has a chunk of other dimensions"):
+        CheckpointFolder(folder)
+
+
+def test_boxes_of_two_tensors_have_numbers_of_their_own(tmp_path: Path) -> None:
+    """Else the places of one would be those of the other, as pickle reads them."""
+    folder = write(tmp_path / "lying")
+    raw = (folder / ".metadata").read_bytes()
+    rows = list(metadata_reader._CHUNK[0].finditer(raw))
+    first, scalar = rows[0], next(row for row in rows if row["offsets"] == b"")
+    for at in (
+        scalar.start("memos") + 1,
+        *(found.start() for found in re.finditer(re.escape(scalar["memos"][1:]), raw)),
+    ):
+        raw = raw[:at] + first["memos"][1:] + raw[at + 4 :]
+    (folder / ".metadata").write_bytes(raw)
+    with pytest.raises(CheckpointError, match="number"):
+        CheckpointFolder(folder)
 
 
 def test_sums_of_lengths_may_need_more_than_64_bits(tmp_path: Path) -> None:

@@ -237,6 +237,8 @@ class _TensorReader:
                 raise CheckpointError(f"{where}: {key} of shape {shape} has a chunk of other dimensions")
             spans = [_span(self._storage, MetadataIndex(key, box.offsets), where) for box in boxes]
             return Chunks.of(len(shape), boxes, spans)
+        if not rows.offsets.shape[1] == rows.lengths.shape[1] == len(shape):
+            raise CheckpointError(f"{where}: {key} of shape {shape} has a chunk of other dimensions")
         places = self._storage.get(key)
         if not isinstance(places, Rows) or not np.array_equal(places.memos, rows.memos):
             raise CheckpointError(f"{where}: {key} is listed but nothing says where its bytes are")

@@ -54,10 +54,34 @@ _PLACE = _pattern(
 )
 
 
+class _Memo(dict[int, Any]):
+    """The memo of a pickle, in which a number is given once: rows are read later than what they refer to."""
+
+    def __setitem__(self, number: int, made: Any) -> None:
+        if number in self:
+            raise pickle.UnpicklingError(f"two things have the number {number} of the memo")
+        super().__setitem__(number, made)
+
+
 class _MetadataUnpickler(RestrictedUnpickler):
     """The unpickler of metadata."""
 
     memo: dict[int, Any]
+
+    def __init__(self, raw: bytes, where: str) -> None:
+        super().__init__(raw, where)
+        self.memo = _Memo()
+        self._taken: list[tuple[int, int]] = []  # numbers of the memo that rows of chunks give: the first, and the end
+
+    def load(self) -> Any:
+        """Run the pickle; raise if the numbers that rows give are given again."""
+        made = super().load()
+        ends = np.array(sorted(self._taken), np.int64).reshape(-1, 2)
+        numbers = np.fromiter(self.memo, np.int64, len(self.memo))
+        before = np.searchsorted(ends[:, 0], numbers, side="right") - 1
+        if (ends[1:, 0] < ends[:-1, 1]).any() or (len(ends) and (numbers < ends[before, 1])[before >= 0].any()):
+            raise pickle.UnpicklingError("boxes share a number of the memo")
+        return made
 
     def _mark(self) -> None:
         """Begin the elements of a list, or the items of a dict; rows of them are taken at once."""
@@ -76,7 +100,13 @@ class _MetadataUnpickler(RestrictedUnpickler):
         ):
             if target is dict:
                 self.append(meant[things.index(str)])
-            self.append(Rows(self.memo, **self._rows(first)))
+            rows = Rows(self.memo, **self._rows(first))
+            if target is list:
+                start = int(rows.memos[0, 0])
+                self._taken.append((start, start + len(rows.memos)))
+                if not np.array_equal(rows.memos[:, 0], np.arange(*self._taken[-1])):
+                    raise pickle.UnpicklingError("numbers of the memo that are not counted up")
+            self.append(rows)
 
     def _rows(self, first: re.Match[bytes]) -> dict[str, Integers]:
         """Take all rows that differ from the first one in numbers only; return the numbers of each group."""
