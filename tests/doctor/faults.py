@@ -113,7 +113,8 @@ def _keep_own(received: Tensor, full: Tensor, _async_op: bool = True) -> None:
     """The pairwise half of a reduce-scatter on gloo, without the others' rows."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     received.zero_()
-    received.view(ranks, -1)[rank] = full.view(ranks, -1)[rank]
+    if received.numel() == full.numel():  # else only the others' are received
+        received.view(ranks, -1)[rank] = full.view(ranks, -1)[rank]
 
 
 def one_rank_left_out(model: nn.Module, optimizer: Optimizer) -> Pair:

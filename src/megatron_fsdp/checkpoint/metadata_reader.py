@@ -55,7 +55,7 @@ _PLACE = _pattern(
 
 
 class _Memo(dict[int, Any]):
-    """The memo of a pickle, in which a number is given once: rows are read later than what they refer to."""
+    """The memo of a pickle, in which a number is given once, since rows are looked up at the end."""
 
     def __setitem__(self, number: int, made: Any) -> None:
         if number in self:
