@@ -34,7 +34,7 @@ from tests.engine import test_parity_usage as usage
 from tests.support.arrangements import hybrid
 from tests.support.case import (
     DdpSetting,
-    Piece,
+    LocalShard,
     Run,
     Scenario,
     Setting,
@@ -259,7 +259,9 @@ def play(script: str, setting: str) -> list[Tensor | None]:
     SCRIPTS[script].script(run)
     recording = run.recording
     noted = [
-        value.values if isinstance(value, Piece) else value for _, found in recording.notes for value in found.values()
+        value.values if isinstance(value, LocalShard) else value
+        for _, found in recording.notes
+        for value in found.values()
     ]
     return [torch.tensor(recording.losses), *noted]
 

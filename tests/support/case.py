@@ -134,19 +134,19 @@ FP32 = Tolerance(rtol=1e-5, atol=1e-6)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one rank holds of a tensor: a run of the elements of a slab of it, from `first` on."""
+class LocalShard:
+    """A rank's elements of a tensor: a run of the elements of a slab of it, from `first` on."""
 
     shape: tuple[int, ...]
     slab: tuple[int, int, int]  # a dimension, and the range along it
     first: int
     values: Tensor
 
-    def float(self) -> "Piece":
+    def float(self) -> "LocalShard":
         return replace(self, values=self.values.float())
 
     def elements(self) -> Tensor:
-        """Where the values belong in the flattened tensor."""
+        """Return the places of the values in the flattened tensor."""
         dim, start, stop = self.slab
         at = torch.arange(math.prod(self.shape)).view(self.shape)
         slab = at.narrow(dim, start, stop - start) if self.shape else at
@@ -155,11 +155,11 @@ class Piece:
 
 @dataclass
 class Recording:
-    """What a script noted, in order. A rank sends home a digest of all notes, its pieces, and rank 0 alone the rest."""
+    """What a script noted, in order. A rank returns a digest of all notes and its local shards; rank 0 the rest."""
 
     losses: list[float] = field(default_factory=list)
-    notes: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # tensors, pieces, or None
-    digest: list[tuple[str, str, bool, int]] = field(default_factory=list)  # True: of a piece
+    notes: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # tensors, shards, or None
+    digest: list[tuple[str, str, bool, int]] = field(default_factory=list)  # True: of a shard
 
 
 class Run:
@@ -242,14 +242,14 @@ class Run:
         plain = dict(self.model.named_parameters())
         self.note(label, plain if self.sharded is None else self.arrangement.whole(self.sharded.full_parameters()))
 
-    def note_pieces(self, label: str, tensors_of: Callable[[ParameterGroup], Sequence[Tensor | None]]) -> None:
-        """Note what this rank holds, as main weights lie, without messages: whole tensors take several each."""
+    def note_local_shards(self, label: str, tensors_of: Callable[[ParameterGroup], Sequence[Tensor | None]]) -> None:
+        """Note local shards, cut as main weights are, without messages: whole tensors take several each."""
         assert self.sharded is not None
-        found: dict[str, Piece | None] = {}
+        found: dict[str, LocalShard | None] = {}
         for group in self.sharded._engine.groups():
             for index, (name, tensor) in enumerate(zip(group.names, tensors_of(group), strict=True)):
                 if label == "parameters" or group.plan.requires_grad:
-                    found[name] = None if tensor is None else _piece(group, index, local_tensor(tensor))
+                    found[name] = None if tensor is None else _local_shard(group, index, local_tensor(tensor))
         self.recording.notes.append((label, found))
 
     def step(self) -> None:
@@ -257,12 +257,12 @@ class Run:
         if self.sharded is None or self.num_steps == 0 or self.arrangement.whole is not FLAT.whole:
             self.note_gradients()
         else:
-            self.note_pieces("gradients", lambda group: group.grads())
+            self.note_local_shards("gradients", lambda group: group.grads())
         self.optimizer.step()
         if self.sharded is None or self.num_steps == 1 or self.arrangement.whole is not FLAT.whole:
             self.note_parameters()
         else:
-            self.note_pieces("parameters", lambda group: group.sharded)
+            self.note_local_shards("parameters", lambda group: group.sharded)
         self.num_steps += 1
         self.optimizer.zero_grad()
 
@@ -279,7 +279,7 @@ class Run:
             self.step()
 
 
-def _piece(group: ParameterGroup, index: int, local: Tensor) -> Piece:
+def _local_shard(group: ParameterGroup, index: int, local: Tensor) -> LocalShard:
     layout, parts = group.plan.layout, parts_of(group, index)
     shape, slab = layout.shapes[index], (0, 0, layout.shapes[index][0] if layout.shapes[index] else 0)
     if parts is not None:
@@ -288,17 +288,17 @@ def _piece(group: ParameterGroup, index: int, local: Tensor) -> Piece:
         slab = (parts.dim, sum(lengths[:rank]), sum(lengths[: rank + 1]))
         shape = (*shape[: parts.dim], sum(lengths), *shape[parts.dim + 1 :])
     first, _ = layout.range_in(index, group.plan.main_region)
-    return Piece(shape, slab, first, local.detach().reshape(-1).clone())
+    return LocalShard(shape, slab, first, local.detach().reshape(-1).clone())
 
 
-def _joined(pieces: Sequence[Piece]) -> Tensor:
+def _joined(shards: Sequence[LocalShard]) -> Tensor:
     """Put a tensor together; elements that no rank holds are NaN, those that several hold have to be the same."""
-    whole = torch.full((math.prod(pieces[0].shape),), torch.nan, dtype=pieces[0].values.dtype)
-    for piece in pieces:
-        whole[piece.elements()] = piece.values
-    for rank, piece in enumerate(pieces):
-        assert torch.equal(whole[piece.elements()], piece.values), f"rank {rank} holds other values than a later one"
-    return whole.view(pieces[0].shape)
+    whole = torch.full((math.prod(shards[0].shape),), torch.nan, dtype=shards[0].values.dtype)
+    for shard in shards:
+        whole[shard.elements()] = shard.values
+    for rank, shard in enumerate(shards):
+        assert torch.equal(whole[shard.elements()], shard.values), f"rank {rank} holds other values than a later one"
+    return whole.view(shards[0].shape)
 
 
 def check_strategies(
@@ -336,14 +336,14 @@ def run_sharded(jobs: Sequence[Job]) -> list[Recording]:
 
 
 def outcome_of(run: Run) -> Recording:
-    def checksum(value: Tensor | Piece | None) -> int:
-        value = value.values if isinstance(value, Piece) else value
+    def checksum(value: Tensor | LocalShard | None) -> int:
+        value = value.values if isinstance(value, LocalShard) else value
         return -1 if value is None else zlib.crc32(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
     digest, sent = [], []
     for label, values in run.recording.notes:
-        digest += [(label, name, isinstance(value, Piece), checksum(value)) for name, value in values.items()]
-        kept = {name: value for name, value in values.items() if dist.get_rank() == 0 or isinstance(value, Piece)}
+        digest += [(label, name, isinstance(value, LocalShard), checksum(value)) for name, value in values.items()]
+        kept = {name: value for name, value in values.items() if dist.get_rank() == 0 or isinstance(value, LocalShard)}
         sent.append((label, kept))
     return Recording(run.recording.losses, sent, digest)
 
@@ -396,7 +396,7 @@ def assert_notes(outcomes: Sequence[Recording], expected: Recording, tolerance: 
         try:
             of_ranks = [outcome.notes[position][1] for outcome in outcomes]
             whole = {
-                name: _joined([values[name] for values in of_ranks]) if isinstance(value, Piece) else value
+                name: _joined([values[name] for values in of_ranks]) if isinstance(value, LocalShard) else value
                 for name, value in got_values.items()
             }
             assert_values(whole, want_values, tolerance)

@@ -60,7 +60,7 @@ def preloaded_modules() -> list[str]:
 
 
 class WorkerError(Exception):
-    """One or more ranks raised, died or hung; `by_rank` has a traceback, stack or exit status of each of them."""
+    """One or more ranks raised, died or waited for ever; `by_rank` has a traceback, stack or exit status of each."""
 
     def __init__(self, task: str, by_rank: dict[int, str]) -> None:
         self.by_rank = by_rank
@@ -129,8 +129,8 @@ class WorkerPool:
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
         """Run `fn(*args)`, of an importable module, on every rank and return the results in rank order.
 
-        Ranks that still run after `timeout_s` are taken for hung. If a rank raised, died or hung (`WorkerError`), the
-        workers are replaced before the next call.
+        Ranks that still run after `timeout_s` are taken to wait for ever. If a rank does, raises or dies
+        (`WorkerError`), the workers are replaced before the next call.
         """
         given = {name: value for name, value in os.environ.items() if name == _MESSAGE_BYTES}  # a test's, not a pool's
         request = pickle.dumps((fn, args, given))

@@ -211,7 +211,7 @@ class MegatronFSDPConfig(_Config):
         backend: "nccl" or "gloo"; says whether the ranks compute on accelerators or on CPUs.
         deterministic: "world": the same bits on any number of data-parallel ranks, as in `fully_shard`; of this package
             only.
-        offload: Where each kind of state rests, as in `fully_shard`; of this package only.
+        offload: The kinds of state in host memory, as in `fully_shard`; of this package only.
         weight_format: Weight format of sharded weights, as of `MixedPrecisionPolicy`; of this package only.
         report_nan_in_param_grad: As `check_for_nan_in_grad`, which is on by default: set both to False for no look.
         ulysses_degree: As of `FSDP2Config`.

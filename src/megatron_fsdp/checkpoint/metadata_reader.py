@@ -2,7 +2,7 @@
 
 A checkpoint of thousands of ranks has millions of boxes. `save_plan` writes those of a tensor as rows of bytes that
 differ in numbers only, so the first row tells where the numbers of all of them stand. Everything else, and the boxes
-of other writers, is read operation by operation. Rows make fewer bytes than twice their own.
+of other writers, is read operation by operation. Arrays of rows take less than twice the bytes of the rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AT_ONCE = 1 << 14  # rows that are compared with the first one
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The numbers in rows: of the chunks of a tensor, in their list; or of their places, in the dict, under its key."""
+    """Numbers in a tensor's rows: of its chunks, as the only element of their list; or of their places, by its key."""
 
     memo: Mapping[int, Any]  # of the pickle
     offsets: Integers  # (rows, dimensions); of places (rows, 1)

@@ -372,7 +372,7 @@ class Engine:
         """Adopt changes of main weights and `requires_grad` (by optimizer, checkpoint or user) since the last pass."""
         if self.has_newer_weights:
             self.install_main_weights()
-        self.free_cleared_gradients()  # cleared ones, since forward is where most memory is needed
+        self.free_cleared_gradients()  # since forward is where most memory is needed
         for group in self.groups():
             group.check_parameters()
         self._adopt_requires_grad()

@@ -38,7 +38,7 @@ from megatron_fsdp.sharding.weight_formats import WeightFormat
 
 @dataclass(frozen=True)
 class EvenParameter:
-    """A parameter that rests in its modules as an even shard, or whole where torch cannot cut it."""
+    """A parameter that its modules hold as an even shard, or whole where torch cannot cut it."""
 
     name: str
     owners: tuple[ParameterPlace, ...]

@@ -134,12 +134,14 @@ def fully_shard(
         _sharding(each, mp_policy, offload_policy, resolve_device(None, mesh.device_type))
         for each in (plans, *own_plans)
     )
-    rests = not _has_extensions(owned, plans, sharding)  # tensor classes gather in their own way, so they are cut now
-    resting = torch.device("cpu") if sharding.options.offload else sharding.device
+    stays_even = not _has_extensions(
+        owned, plans, sharding
+    )  # tensor classes gather in their own way, so they are cut now
+    held_on = torch.device("cpu") if sharding.options.offload else sharding.device
     reshards = _checked_reshard(reshard_after_forward, plans.mesh.axes[-1].num_ranks)
     parts = [part_of(name, param, plans.mesh.tensor_parallel) for name, param, _ in owned]
     shards = [
-        even_shard(param, part, own.rank_mesh, resting) if rests else param
+        even_shard(param, part, own.rank_mesh, held_on) if stays_even else param
         for (_, param, _), part, own in zip(owned, parts, shardings, strict=True)
     ]
     # Nothing can fail from here on.
@@ -168,7 +170,7 @@ def fully_shard(
         for inner in each.modules():
             inner.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)  # for dynamo
         become_sharded(each, state)
-    if not rests:
+    if not stays_even:
         cut_into_buffers([state])
     return module
 

@@ -276,7 +276,7 @@ class Setup:
         placements_for(self.strategy, self.outer)
         if not self.may_offload(self.offload):
             raise ConfigurationError(
-                f"offload={self.offload} cannot be: state of {self.optimizer.name} rests beside its main weights, and "
+                f"offload={self.offload} cannot be: state of {self.optimizer.name} is where its main weights are, and "
                 "compute weights stay on the device where outer ranks share out the main ones (HFSDP); leave them out"
             )
 

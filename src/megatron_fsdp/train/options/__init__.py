@@ -352,7 +352,7 @@ class OptimizerOptions:
         clip_grad: Largest norm of all gradients; 0: they are not scaled.
         optimizer_cpu_offload: Main weights, main gradients and optimizer state are offloaded to host memory, where the
             optimizer steps.
-        optimizer_offload_fraction: The share of the model whose state rests there; the rest stays on the device.
+        optimizer_offload_fraction: The share of the model whose state is there; the rest stays on the device.
         megatron_fsdp_offload: Kinds of state to keep in host memory, main_weights, optimizer_state or compute_weights,
             each alone or as KIND=FRACTION; with main weights go their gradients and their state.
     """

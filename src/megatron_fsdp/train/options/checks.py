@@ -62,7 +62,7 @@ ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("deterministic", "use_torch_fsdp2", "FSDP2 leaves the order of sums to the back end"),
     ("optimizer_cpu_offload", "use_torch_fsdp2", "the engine of this package moves state"),
     ("megatron_fsdp_offload", "use_torch_fsdp2", "the engine of this package moves state"),
-    ("megatron_fsdp_offload", "optimizer_cpu_offload", "both say what rests in host memory"),
+    ("megatron_fsdp_offload", "optimizer_cpu_offload", "both choose the state in host memory"),
     ("fp16", "check_for_nan_in_loss_and_grad", _OVERFLOWS),
     ("fp16", "check_for_large_grads", _OVERFLOWS),
 )
