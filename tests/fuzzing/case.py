@@ -217,6 +217,10 @@ def draw_doors(seed: int, max_ranks: int = 4) -> list[Case]:
 def cases_of(program: Case, rng: random.Random) -> list[Case]:
     """Return the case of a program for each door that can express it, given that of the wrapper, which comes first."""
     cases = [program, _in_buckets(program, rng)]
+    if program.wrap == "everything" and any(block.sometimes and block.checkpoint != "none" for block in program.blocks):
+        # A rank's data decide which gradient comes first, and so whether a unit inside is gathered for its backward or
+        # by the recomputation: ranks would gather in different orders, which no door can allow.
+        return cases
     options, policy, compute = program.options, program.precision.policy, program.precision.compute
     is_plain = not any(block.scalar or block.mixed for block in program.blocks) and not program.mesh.tensor
     if is_plain and compute is torch.float32 and "calculate_per_token_loss" not in options:
