@@ -1,9 +1,9 @@
-"""Count the files of the package that wrapping a model, a forward and backward, and an optimizer step run through.
+"""Count the files of the package that wrapping a model, connecting an optimizer, and a training step run through.
 
     python tools/files_per_step.py            # two gloo ranks, three blocks, strategy 3; prints the table of rank 0
-    python tools/files_per_step.py --list     # and the files
+    python tools/files_per_step.py --list     # and the files, with the functions of each that ran
 
-What a reader has to open to follow each of them, counted by `sys.setprofile` in a steady step.
+What a reader has to open to follow each of them, counted by `sys.setprofile`, the training step in a steady state.
 """
 
 from __future__ import annotations
@@ -58,23 +58,24 @@ def calls_in(function: Callable[[], object]) -> Counter[tuple[str, str]]:
 
 def measure(rank: int, store: str, lists_files: bool) -> None:
     """Trace one rank; rank 0 prints."""
-    from megatron_fsdp import experimental, fully_shard
+    from megatron_fsdp import experimental, fully_shard_model, fully_shard_optimizer
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, WIDTH))
-    optimizer = torch.optim.AdamW(module.parameters())
     model: nn.Module = module
     x = torch.randn(4, WIDTH)
 
     def wrap() -> None:
-        nonlocal model, optimizer
-        model, optimizer = fully_shard(module, optimizer, fsdp_unit_modules=[Block])
+        nonlocal model
+        model = fully_shard_model(module, fsdp_unit_modules=[Block])
 
-    first = Block()
-    fully_shard(first, torch.optim.AdamW(first.parameters()))  # what wrapping imports is there from here on
+    first = fully_shard_model(Block())  # what wrapping imports is there from here on
+    fully_shard_optimizer(torch.optim.AdamW(first.parameters()))
     found = {"wrap": calls_in(wrap)}
+    optimizer = torch.optim.AdamW(model.parameters())
+    found["connect optimizer"] = calls_in(lambda: fully_shard_optimizer(optimizer))
     for _ in range(3):
         model(x).mean().backward()
         optimizer.step()
@@ -88,7 +89,6 @@ def measure(rank: int, store: str, lists_files: bool) -> None:
             placements = experimental.Placements((0,), shards, shards, shards)
             for block in (*(child for child in other if isinstance(child, Block)), other):
                 experimental.fully_shard(block, mesh, placements)
-        experimental.fully_shard_optimizer(torch.optim.AdamW(other.parameters()))
 
     mesh = init_device_mesh("cpu", (RANKS,))
     other = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, WIDTH))
@@ -97,15 +97,16 @@ def measure(rank: int, store: str, lists_files: bool) -> None:
         for what, calls in found.items():
             files = sorted({file for file, _ in calls})
             print(f"{what:20} {len(files):3} files {len(calls):4} functions {calls.total():6} calls")
-            if lists_files:
-                print("    " + ", ".join(files))
+            for file in files if lists_files else ():
+                names = dict.fromkeys(name.partition(".<locals>")[0] for of, name in calls if of == file)
+                print(f"    {file}: {', '.join(names)}")
     dist.destroy_process_group()
 
 
 def main() -> None:
     """Start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--list", action="store_true", help="name the files")
+    parser.add_argument("--list", action="store_true", help="name the files and functions")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure, (f"{folder}/store", given.list), RANKS)  # type: ignore[attr-defined, no-untyped-call]
