@@ -239,15 +239,13 @@ def train_and_save(cases: list[Case], steps: int, root: str) -> list[Outcome]:
     return saved
 
 
-def resume(cases: list[Case], steps: int, root: str, leave_out: str | None = None) -> list[Outcome]:
-    """Load into jobs that were begun otherwise, all but "optimizer", "streams" or an extra; and train to the end."""
+def resume(cases: list[Case], steps: int, root: str) -> list[Outcome]:
+    """Load into jobs that were begun otherwise, and train to the end."""
     outcomes = []
     for case in cases:
         job = Job(case, 7)
-        extra = {name: part for name, part in job.extra.items() if name != leave_out}
-        optimizer = None if leave_out == "optimizer" else job.optimizer
         with Checkpointer(f"{root}/{case.folder}") as checkpoints:
-            report = checkpoints.load(job.model, optimizer, extra=extra, with_rng=leave_out != "streams", verify=True)
+            report = checkpoints.load(job.model, job.optimizer, extra=job.extra, verify=True)
         assert report.iteration is not None
         outcomes.append({**train(job, range(report.iteration, steps)), "report": str(report)})
     return outcomes
@@ -331,19 +329,6 @@ def test_a_resumed_run_equals_a_whole_one(runs: dict[int, Runs], ranks: int, ind
         assert "random states: restored for every logical rank" in resumed["report"]
         assert " 0 missing, 0 unexpected, 0 of another shape" in resumed["report"]
         assert "verified: " in resumed["report"]
-
-
-SPOILT = {"streams": "losses", "optimizer": "weights", "schedule": "weights", "data": "losses"}
-"""What shows that something was not loaded, if not itself: the weights do not feel the scaler, a power of two."""
-
-
-@pytest.mark.parametrize("part", [*SPOILT, "scaler", "average", "counter"])
-def test_what_is_not_loaded_is_missed(run_ranks: RunRanks, runs: dict[int, Runs], root: Path, part: str) -> None:
-    assert runs[1].saved
-    spoilt = SPOILT.get(part, part)
-    found = run_ranks(1, resume, CASES[1][:1], WHOLE, str(root / "1"), part)[0][0]
-    whole = runs[1].whole[0][0]
-    assert not same(found[spoilt], whole[spoilt][HALF:] if spoilt == "losses" else whole[spoilt])
 
 
 MOVES = [

@@ -106,15 +106,6 @@ def test_the_time_limit_is_that_of_the_ranks_group() -> None:
     assert timeout_of(verifier._group) == timedelta(seconds=77)
 
 
-@on_ranks(3)
-def test_three_ranks_name_the_one_that_differs_first() -> None:
-    model = shard()
-    model.module.order = (0, 1, 2, 3) if dist.get_rank() == 0 else (0, 1, 3)  # type: ignore[assignment]
-    message = refusal(backward, model)
-    assert message.startswith("rank 0 gathers layers.2 (")
-    assert " while rank 1, 2 gathers layers.3 (" in message
-
-
 @on_ranks(2)
 def test_a_rank_that_fails_alone_stops_the_others() -> None:
     """They learn of it at their next gather."""

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -169,11 +168,6 @@ def _parameter(model: nn.Module) -> nn.Parameter:
     return next(param for name, param in model.named_parameters() if name.removeprefix("module.") == UP)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 # ---- values of one rank only ---------------------------------------------------------------------------------------
 
 
@@ -206,20 +200,6 @@ def seeded_by_rank(model: nn.Module, optimizer: Optimizer, shard: Callable[..., 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # fully_shard gives all those of rank 0, and says so
         return shard(model, optimizer)
-
-
-def reduced_in_bfloat16(model: nn.Module, optimizer: Optimizer) -> Pair:
-    """Every gradient travels as bfloat16."""
-
-    def reduce(param: nn.Parameter) -> None:
-        assert param.grad is not None
-        coarse = param.grad.to(torch.bfloat16)
-        dist.all_reduce(coarse)
-        param.grad = (coarse / dist.get_world_size()).to(param.dtype)
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(reduce)
-    return model, optimizer
 
 
 def only_the_model(model: nn.Module, optimizer: Optimizer) -> Any:

@@ -143,10 +143,6 @@ def attention_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch.flatten(0, 1)).square().mean()
 
 
-def build_double() -> nn.Module:
-    return Model().double()
-
-
 def build_half() -> nn.Module:
     """Adam's eps is zero in float16, and the unused layer's gradient is too."""
     return nn.Sequential(nn.Linear(6, 3)).half()
