@@ -402,6 +402,7 @@ def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt
         ConfigurationError: It has no parameters, or holds one that is not sharded, or several models and experts.
     """
     from megatron_fsdp.optim.chained import members_of
+    from megatron_fsdp.optim.local_step import engine_of, params_of
     from megatron_fsdp.optim.optimizer import (
         Engines,
         check_connected,
@@ -410,7 +411,6 @@ def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt
         float32_by,
         route_line,
     )
-    from megatron_fsdp.optim.step import engine_of, params_of
 
     _check_optimizer(optimizer)
     params = params_of(optimizer)

@@ -493,7 +493,7 @@ class ParameterGroup:
             self.own_hooks.add(param.register_hook(arrives).id)
 
     def take_over(self, originals: Sequence[nn.Parameter], objects: Mapping[int, nn.Parameter]) -> None:
-        """Give the sharded parameters the marks and hooks of the originals.
+        """Give the sharded parameters the marks and hooks of the originals, and mark these as replaced.
 
         `objects`: by the id of an original the parameter, which an optimizer may hold, that becomes the sharded one.
         """
@@ -514,6 +514,7 @@ class ParameterGroup:
                 for hook in hooks:
                     param.register_post_accumulate_grad_hook(hook)  # called once the gradient is reduced
             sharded.append(param)
+            mark_replaced(self.names[index], original)
         self.sharded = tuple(sharded)
 
     def _make_full(self, index: int, original: nn.Parameter, empty: Any) -> nn.Parameter:
@@ -583,6 +584,20 @@ class ParameterGroup:
                 "shape, dtype and sharding"
             )
         setattr(param, self.grad_attribute, answer)
+
+
+_REPLACED = "_fsdp_replaced"  # on a parameter that sharding has taken out of a module: its name
+
+
+def mark_replaced(name: str, param: nn.Parameter) -> None:
+    """Mark an original parameter that sharding took out of a module; it gets no gradient any more."""
+    setattr(param, _REPLACED, name)
+
+
+def replaced_name(param: torch.Tensor) -> str | None:
+    """Return the name of a parameter that sharding took out of a module; None for any other."""
+    name: str | None = getattr(param, _REPLACED, None)
+    return name
 
 
 def _set_to_itself(name: str, own_id: int, source: object, *_unused: object) -> object:

@@ -22,13 +22,13 @@ from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, Sched
 from megatron_fsdp.experimental.context import FsdpContext, open_context
 from megatron_fsdp.experimental.placement import Flat, Placements
 from megatron_fsdp.formats.quantized import take_quantized_apart
+from megatron_fsdp.optim.local_step import engine_of, params_of
 from megatron_fsdp.optim.optimizer import connect_with_hooks
-from megatron_fsdp.optim.step import engine_of, params_of
 from megatron_fsdp.sharding.mesh import rank_mesh_of
 from megatron_fsdp.sharding.placement import Placement as OnAxis
 from megatron_fsdp.sharding.placement import Placements as BufferPlacements
 from megatron_fsdp.wrap.in_place import shard_in_place, unit_of
-from megatron_fsdp.wrap.shard_unit import check_not_wrapped
+from megatron_fsdp.wrap.shard_unit import check_not_wrapped, has_tensor_classes
 
 _CONTEXT = "_fsdp_context"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,7 +72,8 @@ def fully_shard(
             raise ConfigurationError(
                 f"{name} was sharded in another fully_shard_context; shard a model inside one context"
             )
-    take_quantized_apart([module])
+    if has_tensor_classes(module):
+        take_quantized_apart([module])
     for name, param in module.named_parameters():
         if not isinstance(param, DTensor):  # of a unit inside
             _check_parameter(name, param)

@@ -23,6 +23,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megatron_fsdp.dtensor.shard_spec import is_tensor_extension
 from megatron_fsdp.errors import ConfigurationError
 
+STORED_DTYPE = torch.uint8
+"""Dtype of the parameters that a quantised weight is stored as."""
+
 Rebuild = Callable[[Iterator[torch.Tensor]], Any]
 """Makes a tensor from those that it was taken apart into, which it takes from an iterator."""
 
@@ -90,7 +93,7 @@ class _Bytes:
         self._shape = [tensor.shape[dim] for dim in self._order]
 
     def bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().permute(self._order).contiguous().view(-1).view(torch.uint8)
+        return tensor.detach().permute(self._order).contiguous().view(-1).view(STORED_DTYPE)
 
     def view_in(self, stored: torch.Tensor) -> torch.Tensor:
         back = sorted(range(len(self._order)), key=self._order.__getitem__)

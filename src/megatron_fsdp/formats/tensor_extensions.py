@@ -16,7 +16,7 @@ strided view.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import gcd, prod
@@ -105,10 +105,15 @@ def tensor_extension_of(name: str, param: torch.Tensor, module: nn.Module) -> Te
     return TensorExtension(kind, inner[0], context, values.shape, module)
 
 
-def check_extensions(extensions: Mapping[str, TensorExtension], sharding: ModelSharding) -> None:
-    """Raise if tensor extensions are not sharded at whole rows, or not all-gathered."""
-    if not extensions:
-        return
+def find_tensor_extensions(module: nn.Module, sharding: ModelSharding) -> dict[str, TensorExtension]:
+    """Return the parameters that are extensions, by name; the module is only read.
+
+    Raises:
+        ConfigurationError: They would not be sharded at whole rows, or not all-gathered.
+    """
+    owners = {id(param): owner for owner in module.modules() for param in owner.parameters(recurse=False)}
+    found = {name: tensor_extension_of(name, param, owners[id(param)]) for name, param in module.named_parameters()}
+    extensions = {name: extension for name, extension in found.items() if extension is not None}
     options, reason = sharding.options, None
     if (strategy := min(options.strategies)) is not ShardingStrategy.optim_grads_params:
         reason = f"with strategy {strategy.name}, which gathers none; use zero_dp_strategy 3"
@@ -118,19 +123,13 @@ def check_extensions(extensions: Mapping[str, TensorExtension], sharding: ModelS
         reason = "with main weights that outer ranks share out; use outer_dp_sharding_strategy 0"
     elif options.offload.main_weights or options.offload.compute_weights:
         reason = "with offloaded weights; leave offload out"
-    if reason is not None:
+    if reason is not None and extensions:
         name, extension = next(iter(extensions.items()))
         raise ConfigurationError(
             f"{name} is a {extension.kind.__name__}, which is gathered in its own way; this cannot be done {reason}, "
             "or give a plain parameter"
         )
-
-
-def find_tensor_extensions(module: nn.Module) -> dict[str, TensorExtension]:
-    """Return the parameters that are extensions, by name; the module is only read."""
-    owners = {id(param): owner for owner in module.modules() for param in owner.parameters(recurse=False)}
-    found = {name: tensor_extension_of(name, param, owners[id(param)]) for name, param in module.named_parameters()}
-    return {name: extension for name, extension in found.items() if extension is not None}
+    return extensions
 
 
 def extension_format(extension: TensorExtension, param: torch.Tensor, mesh: DeviceMesh) -> ExtensionFormat:

@@ -23,6 +23,7 @@ from megatron_fsdp.config.precision import MixedPrecisionPolicy as Policy
 from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.shard_spec import local_tensor, part_of
 from megatron_fsdp.engine.group_plan import Sharding
+from megatron_fsdp.engine.param_group import mark_replaced, replaced_name
 from megatron_fsdp.engine.unit import ParameterPlace
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, check_keys, explains_restarts, warn_caller
 from megatron_fsdp.experimental.module import fully_shard_optimizer as connect
@@ -32,7 +33,6 @@ from megatron_fsdp.fsdp2.even import EvenParameter, even_shard
 from megatron_fsdp.fsdp2.module import become_sharded
 from megatron_fsdp.fsdp2.state import MeshPlans, ShardState, cut_into_buffers, finish_models_of, state_of
 from megatron_fsdp.optim.optimizer import facts_of
-from megatron_fsdp.optim.step import mark_replaced, replaced_name
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.wrap.shard_unit import check_not_wrapped
 from megatron_fsdp.wrap.wrap import move_buffers

@@ -45,8 +45,8 @@ from megatron_fsdp.engine.unit import ParameterPlace, Unit, joined_late
 from megatron_fsdp.errors import ConfigurationError, Remedies, ScheduleError, warn_caller
 from megatron_fsdp.fsdp2.even import EvenParameter
 from megatron_fsdp.fsdp2.shared_units import Settings, SharedUnits, check_before_passes, with_factor
-from megatron_fsdp.optim.optimizer import watched_engines
 from megatron_fsdp.optim.state_dict import cut_state
+from megatron_fsdp.optim.watch import watched_engines
 from megatron_fsdp.sharding.mesh import RankMesh, groups_reaching_all, make_group_of_all_ranks, rank_mesh_of
 from megatron_fsdp.sharding.units import ends_of_vocabulary, message_bytes, name_of_neighbours, small_neighbours
 from megatron_fsdp.wrap.in_place import WITHOUT_JOIN, KnownPlans, finish_in_place, shard_in_place

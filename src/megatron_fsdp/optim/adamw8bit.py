@@ -34,7 +34,7 @@ from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.optim.full_tensor.exchange import Met, judge_met
-from megatron_fsdp.optim.step import ExchangingStep, params_of
+from megatron_fsdp.optim.local_step import ExchangingStep, params_of
 from megatron_fsdp.sharding.shards import Cut, ListedCut, ShardDescription, TensorParallelCut
 
 BLOCK = 256

@@ -16,7 +16,7 @@ from megatron_fsdp.comm.agreement import Problem, ask
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ConfigurationError, RankError
 from megatron_fsdp.optim.full_tensor.exchange import Met, Ranks
-from megatron_fsdp.optim.step import ExchangingStep, Step, params_of, without_parameter
+from megatron_fsdp.optim.local_step import ExchangingStep, Step, params_of, without_parameter
 
 
 class ChainedOptimizer(Optimizer):

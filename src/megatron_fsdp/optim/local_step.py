@@ -1,4 +1,6 @@
-"""Step torch's elementwise optimizers on local tensors, without the dispatch of each operation through DTensor.
+"""The ways in which one optimizer is stepped on shards (`Step`), and the most common: on local tensors (`LocalStep`).
+
+That one spares torch's elementwise optimizers the dispatch of each operation through DTensor.
 
 During `step` the code of the optimizer's class works on a view: an object of the same kind that shares every
 attribute with the optimizer but shows this rank's shards as plain tensors, with their gradients and state. The
@@ -15,6 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,10 +31,10 @@ from torch.optim import Optimizer
 from megatron_fsdp.comm.streams import CommStream, Work, finish_stream, make_comm_stream
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
+from megatron_fsdp.engine.engine import Engine, alive
 from megatron_fsdp.engine.gradients import GRAD, get_grads, plain_attributes
 from megatron_fsdp.engine.memory import FlatBuffer, allocate
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.optim.step import Step, engine_of, params_of
 from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.placement import Region
 
@@ -56,6 +59,66 @@ State = dict[str, Any]
 def steps_locally(optimizer: Optimizer) -> bool:
     """Return True if an optimizer of this kind can step on local tensors."""
     return type(optimizer) in SHARDED_STATE
+
+
+class Step:
+    """Base class of the ways to step one optimizer: runs the step of the optimizer's class on a proxy."""
+
+    def proxy(self, optimizer: Optimizer) -> Optimizer:
+        """Return the proxy on which the code of the optimizer's class runs one step."""
+        return optimizer
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Wrap a closure of the step."""
+        return closure
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """Collect the results of the step, at once after it."""
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Note that a step begins, before any of its hooks, one of which may fail on this rank alone."""
+
+    def fail(self, error: BaseException) -> None:
+        """Raise a RankError on all ranks, if others wait for this one, whose step has failed; collective then."""
+
+    def hand_over(self) -> None:
+        """Move remaining new state from the proxy to the optimizer, also after a step that failed."""
+
+
+class ExchangingStep(Step):
+    """A step with an exchange between ranks, who first agree that none has failed."""
+
+    def __init__(self) -> None:
+        self._begun: weakref.ref[Optimizer] | None = None  # until ranks have agreed for the first time in its step
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Note that other ranks will wait for this one."""
+        self._begun = weakref.ref(optimizer)
+
+    def fail(self, error: BaseException) -> None:
+        """Raise a RankError on all ranks, if they have not agreed in this step yet."""
+        optimizer = None if self._begun is None else self._begun()
+        if optimizer is not None:
+            self.agree(optimizer, error)
+
+    def agree(self, optimizer: Optimizer, error: BaseException | None) -> None:
+        """Raise the error of any rank on all ranks of the exchange; collective."""
+        raise NotImplementedError
+
+
+def params_of(optimizer: Optimizer) -> list[Any]:
+    """Return the parameters of all groups of an optimizer."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def without_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the part of an optimizer's state that belongs to no parameter, such as a count of steps, by text key."""
+    return {key: value for key, value in state.items() if isinstance(key, str)}
+
+
+def engine_of(param: Tensor) -> Engine:
+    """Return the engine of the model of a sharded parameter; raise a ScheduleError if the model was deleted."""
+    return alive(param._fsdp_engine)  # type: ignore[attr-defined]
 
 
 class LocalStep(Step):

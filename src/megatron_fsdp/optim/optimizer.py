@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron_fsdp.comm.agreement import Groups, all_agree
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.engine import Engine, Pass
+from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.gradients import GRAD
 from megatron_fsdp.errors import ConfigurationError, RankError, ScheduleError, warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit, BlocksStep, problem_of_blocks
@@ -39,23 +38,19 @@ from megatron_fsdp.optim.full_tensor.step import (
 )
 from megatron_fsdp.optim.local_step import (
     SHARDED_STATE,
-    LocalStep,
-    LocalView,
-    check_offload,
-    move_to_offload,
-    steps_locally,
-)
-from megatron_fsdp.optim.state_dict import Lost, as_held, as_saved, cut_state, warn_of_thawed, with_blank_state
-from megatron_fsdp.optim.step import (
     ExchangingStep,
-    OptimizerCheck,
+    LocalStep,
     Step,
-    check_keeps_no_copies,
+    check_offload,
     engine_of,
+    move_to_offload,
     params_of,
+    steps_locally,
     without_parameter,
 )
+from megatron_fsdp.optim.state_dict import Lost, as_held, as_saved, warn_of_thawed, with_blank_state
 from megatron_fsdp.optim.step_in_backward import StepInBackward
+from megatron_fsdp.optim.watch import check_keeps_no_copies, refuse_local_blocks, watched_engines
 from megatron_fsdp.sharding.units import outside_of_blocks
 
 WHOLE_TENSOR_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.Rprop)
@@ -554,23 +549,9 @@ def are_sharded(params: Iterable[Tensor]) -> bool:
     )
 
 
-def _refuse_local_blocks(optimizer: Optimizer) -> None:
-    """Raise for a class of torchao or bitsandbytes, whose kernels take no shards and whose state cannot be resharded.
-
-    They keep a scale for each block of a rank's part, which other numbers of ranks cut elsewhere.
-    """
-    library = type(optimizer).__module__.partition(".")[0]
-    if library in ("torchao", "bitsandbytes"):
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} of {library} steps plain tensors with kernels of its own, and its state for "
-            "blocks of a rank's part fits no other number of ranks; use megatron_fsdp.AdamW8bit, which keeps as few "
-            "bytes, or torch.optim.AdamW"
-        )
-
-
 def _check_member(optimizer: Optimizer, is_sharded: bool) -> None:
     name = type(optimizer).__name__
-    _refuse_local_blocks(optimizer)
+    refuse_local_blocks(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigurationError(
             f"{name} takes sparse gradients alone, and those of a wrapped model are dense under every strategy; use "
@@ -755,80 +736,3 @@ def connect_with_hooks(optimizer: Optimizer, engines: Sequence[Engine], describe
         integrate(optimizer, Engines(engines), describes_state)
         warn_of_lost_updates(optimizer, cure)
     return is_new
-
-
-def watch_optimizers(engine: Engine) -> None:
-    """Check each step of optimizers that are not connected, and report it to an engine, for as long as it lives."""
-    watched_engines()[engine] = OptimizerCheck(engine.remedies)
-
-
-@functools.cache
-def watched_engines() -> weakref.WeakKeyDictionary[Engine, OptimizerCheck]:
-    """Register torch's global hooks, once, and return the engines that they report to, with the checks of each.
-
-    The hooks stay: a model may be collected while torch iterates over its hooks, which must not change then.
-    """
-    watchers: weakref.WeakKeyDictionary[Engine, OptimizerCheck] = weakref.WeakKeyDictionary()
-    seen: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
-    adopted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-    def before_step(optimizer: Optimizer, *_unused: Any) -> None:
-        for engine in tuple(watchers):
-            hands_out = engine.open_iteration or engine.units_in_full_context  # tensors that would miss the step
-            if hands_out and (optimizer in engine.connected or engine.is_stepped_by(optimizer)):
-                engine.refuse_shown_copies("an optimizer stepped")
-            if optimizer not in engine.connected and engine.is_stepped_by(optimizer):
-                engine.on_pass(Pass.NONE)  # a connected one meets ranks that may skip units when it synchronises
-        if seen.get(optimizer) is not optimizer.state:  # torch sets another one when it loads
-            cut_state(optimizer)
-            seen[optimizer] = optimizer.state
-        if optimizer in adopted or isinstance(optimizer, LocalView):
-            return
-        known = [engine.group_and_index for engine in watchers if optimizer not in engine.connected]
-        if any(id(param) in params for params in known for param in params_of(optimizer)):
-            _refuse_local_blocks(optimizer)
-            adopted.add(optimizer)
-            _adopt(optimizer, watchers)
-
-    def after_step(optimizer: Optimizer, *_unused: Any) -> None:
-        if isinstance(optimizer, LocalView):
-            return  # a part of a step in backward
-        for engine, check in tuple(watchers.items()):
-            if optimizer not in engine.connected:  # else its own hooks install the weights
-                check.check_parameters(optimizer)
-                check.warn_of_unreduced(optimizer, engine)
-                engine.stepped |= engine.is_stepped_by(optimizer)  # custom kernels raise no version counters
-
-    register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(after_step)
-    return watchers
-
-
-def _adopt(optimizer: Optimizer, engines: Iterable[Engine]) -> None:
-    """Spare an optimizer that is not connected the costs of DTensors: dispatch in steps, and gradients that are None.
-
-    Its steps run on local tensors (`local_step.py`), where they are of a known kind; `zero_grad` frees main gradients.
-    """
-    step = LocalStep()
-
-    def before(stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_connected = any(stepped in engine.connected for engine in tuple(engines))  # meanwhile
-        if is_connected or not args or args[0] is not stepped:
-            return None
-        return (step.proxy(stepped), *args[1:]), kwargs
-
-    optimizer.register_step_pre_hook(before)
-    first = optimizer.register_step_post_hook(lambda stepped, *_: step.finish(stepped))
-    optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
-    if "zero_grad" in vars(optimizer):
-        return  # connected, or the program's own; then the next forward frees gradients
-    owner, original = weakref.ref(optimizer), type(optimizer).zero_grad
-
-    @functools.wraps(original)
-    def zero_grad(*args: Any, **kwargs: Any) -> None:
-        if (alive := owner()) is not None:
-            original(alive, *args, **kwargs)
-            for engine in tuple(engines):
-                engine.free_cleared_gradients()
-
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ from megatron_fsdp.errors import CheckpointError, warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.chained import ChainedOptimizer, members_of
 from megatron_fsdp.optim.full_tensor.step import steps_owned
-from megatron_fsdp.optim.step import engine_of, params_of
+from megatron_fsdp.optim.local_step import engine_of, params_of
 from megatron_fsdp.state.experts import state_as_held, state_as_saved
 from megatron_fsdp.state.state_dict import is_cut_by_torch, other_shards
 

@@ -32,8 +32,7 @@ from megatron_fsdp.engine.gradients import get_grads
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError, text_of
-from megatron_fsdp.optim.local_step import LocalStep, LocalView
-from megatron_fsdp.optim.step import params_of
+from megatron_fsdp.optim.local_step import LocalStep, LocalView, params_of
 
 LOAD = (
     "some parameters are stepped already, which model.reset() does not undo: load a checkpoint of model and optimizer"

@@ -18,10 +18,10 @@ from megatron_fsdp.comm.agreement import all_agree, default_if_all
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.engine.engine import ENGINE_ATTRIBUTE, Engine
 from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Ranks, Sharding, plan_unit, with_offload
+from megatron_fsdp.engine.param_group import replaced_name
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import WRAPPER_REMEDIES, ConfigurationError, Remedies, check_keys
-from megatron_fsdp.optim.step import replaced_name
 from megatron_fsdp.sharding.mesh import RankMesh, groups_reaching_all, make_group_of_all_ranks
 from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, aliases_in, looked_up, parameter_owners
 from megatron_fsdp.sharding.weight_formats import WeightFormat

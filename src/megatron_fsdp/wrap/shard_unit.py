@@ -28,8 +28,9 @@ from megatron_fsdp.debug.lifetimes import check_lifetimes
 from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.dtensor.expert_names import TRIVIAL_NAMES, ExpertNames
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
+from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.executor import DelayedGradients, Executor
+from megatron_fsdp.engine.executor import DelayedGradients, Executor, GradientCheck
 from megatron_fsdp.engine.group_plan import GroupPlan, Ranks
 from megatron_fsdp.engine.hooks import answer_for_sharded_parameters, register_hooks
 from megatron_fsdp.engine.matched_passes import MEETING, MatchedPasses, ordered_scheduler
@@ -41,11 +42,10 @@ from megatron_fsdp.engine.unit import ParameterPlace, StructureCheck, Unit
 from megatron_fsdp.engine.weight_quantizer import WeightQuantizer
 from megatron_fsdp.errors import WRAPPER_REMEDIES, ConfigurationError, Remedies, warn_caller
 from megatron_fsdp.formats.fp8_linear import Fp8Quantizer, emulation_note
-from megatron_fsdp.formats.quantized import stored_note
+from megatron_fsdp.formats.quantized import STORED_DTYPE, stored_note
 from megatron_fsdp.formats.tensor_extensions import ExtensionQuantizer, tensor_extension_of
 from megatron_fsdp.hang.watch import start_logging
-from megatron_fsdp.optim.optimizer import watch_optimizers
-from megatron_fsdp.optim.step import mark_replaced
+from megatron_fsdp.optim.watch import watch_optimizers
 from megatron_fsdp.sharding.units import ParameterOwners, UnitPlan
 from megatron_fsdp.state.state_dict import convert_expert_names, describe_in_state_dicts
 
@@ -97,9 +97,6 @@ def shard_unit(
     by_owner = [[[ParameterPlace.of(*place) for place in places] for places in of_group] for of_group in held_by]
     unit = Unit(index, name, groups, by_owner, modules, mode)
     unit.to_sharded()
-    for group, originals in zip(groups, of_groups, strict=True):
-        for original_name, original in zip(group.names, originals, strict=True):
-            mark_replaced(original_name, original)
     describe_in_state_dicts(unit, modules.values())
     for module in modules.values():
         refuse_torch(module)
@@ -138,6 +135,11 @@ def check_not_wrapped(module: object) -> None:
             raise ConfigurationError(
                 f"the model{at} is sharded by {by} already; leave that out and give the plain model"
             )
+
+
+def has_tensor_classes(module: nn.Module) -> bool:
+    """Return True if a parameter that is not sharded yet is of a class of its own, as quantised weights are."""
+    return any(type(p) is not nn.Parameter and not isinstance(p, UnevenDTensor) for p in module.parameters())
 
 
 def compiled_in_place(module: nn.Module) -> nn.Module:
@@ -230,7 +232,16 @@ def finish(
     for unit in units:
         unit.find_gathered()
     _warn_of_dtypes(units, ranks, options)
-    encoded = [group for unit in units for group in unit.groups if group.weights.quantizer is not None]
+    groups = [group for unit in units for group in unit.groups]
+    notes, encoded = [], [group for group in groups if group.weights.quantizer is not None]
+    if encoded:
+        notes.append(emulation_note(encoded, ranks.device))
+    if any(group.plan.precision.compute is STORED_DTYPE for group in groups):
+        notes.append(stored_note(roots.values()))
+    checks_gradients = options.report_nan_in_param_grad or options.check_for_large_grads
+    checks: Sequence[GradientCheck] = ()
+    if checks_gradients or ranks.meshes[0].tensor_parallel_group is not None:
+        checks = make_checks(units, ranks.meshes, ranks.reaching_all, ranks.device, options)
     engine = events.engine_type(
         units=units,
         unit_plan=unit_plan,
@@ -247,10 +258,10 @@ def finish(
         remedies=remedies,
         expert_names=expert_names,
         delayed=delayed,
-        gradient_checks=make_checks(units, ranks.meshes, ranks.reaching_all, ranks.device, options),
+        gradient_checks=checks,
         own_groups=ranks.own_groups,
         user_buffers=user_buffers,
-        format_note="; ".join(filter(None, (emulation_note(encoded, ranks.device), stored_note(roots.values())))),
+        format_note="; ".join(filter(None, notes)),
         no_capture_reason=_no_capture_reason(ranks) if options.megatron_fsdp_cuda_graph_mode else "",
     )
     if engine.no_capture_reason:

@@ -28,12 +28,8 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, check_keys, warn_caller
 from megatron_fsdp.formats.delayed_linear import delayed_weight_gradients
 from megatron_fsdp.formats.fp8_linear import encoded_parameters
-from megatron_fsdp.formats.quantized import stored_formats, take_quantized_apart
-from megatron_fsdp.formats.tensor_extensions import (
-    check_extensions,
-    extension_format,
-    find_tensor_extensions,
-)
+from megatron_fsdp.formats.quantized import STORED_DTYPE, stored_formats, take_quantized_apart
+from megatron_fsdp.formats.tensor_extensions import extension_format, find_tensor_extensions
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, make_rank_mesh
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import UnitPlan, looked_up, parameter_owners, plan_units
@@ -41,7 +37,15 @@ from megatron_fsdp.sharding.weight_formats import WeightFormat
 from megatron_fsdp.state.experts import find_expert_names
 from megatron_fsdp.wrap.in_place import KnownPlans, finish_in_place, shard_in_place
 from megatron_fsdp.wrap.meta_init import check_can_initialise, draw_blueprint, has_meta, materialise
-from megatron_fsdp.wrap.shard_unit import DOING, KnownSpecs, ModuleEvents, check_not_wrapped, finish, shard_unit
+from megatron_fsdp.wrap.shard_unit import (
+    DOING,
+    KnownSpecs,
+    ModuleEvents,
+    check_not_wrapped,
+    finish,
+    has_tensor_classes,
+    shard_unit,
+)
 
 
 class Grouping(ModuleEvents, ABC):
@@ -212,18 +216,21 @@ def _plan_together(
         keeps_log = resolve_hang_log() is not None
         _check_options(sharding)
         check_module(module, options.init_model_with_meta_device)
-        take_quantized_apart([module])
+        of_classes = has_tensor_classes(module)
+        if of_classes:
+            take_quantized_apart([module])
         params = dict(module.named_parameters())
         for name, param in params.items():
             part_of(name, param, sharding.of(name, param).rank_mesh.tensor_parallel)
         sharding.check_patterns([name for name, param in params.items() if param.requires_grad])
-        formats = encoded_parameters(
-            module, options.policy, min(options.strategies), keeps_transposed=options.keep_fp8_transpose_cache
-        )
-        extensions = find_tensor_extensions(module)
-        check_extensions(extensions, sharding)
+        formats, keeps = dict[str, WeightFormat](), options.keep_fp8_transpose_cache
+        if options.policy.weight_formats or keeps:
+            formats = encoded_parameters(module, options.policy, min(options.strategies), keeps_transposed=keeps)
+        extensions = find_tensor_extensions(module, sharding) if of_classes else {}
         plan = grouping.plan(module, sharding)
-        facts |= _facts(module, plan, sharding) | stored_formats(module)
+        facts |= _facts(module, plan, sharding)
+        if any(param.dtype is STORED_DTYPE for param in params.values()):
+            facts |= stored_formats(module)
         facts |= {
             f"the class of {name}": f"{extension.kind.__name__} ({extension.context})"
             for name, extension in extensions.items()

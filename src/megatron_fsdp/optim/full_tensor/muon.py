@@ -52,7 +52,7 @@ from megatron_fsdp.optim.full_tensor.exchange import (
     replicas_of,
     waves_of,
 )
-from megatron_fsdp.optim.step import ExchangingStep, params_of
+from megatron_fsdp.optim.local_step import ExchangingStep, params_of
 from megatron_fsdp.sharding.shards import narrow_description
 
 Group = Mapping[str, Any]

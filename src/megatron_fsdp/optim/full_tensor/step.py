@@ -38,7 +38,7 @@ from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.engine.gradients import show_grad, shown_grads
 from megatron_fsdp.errors import ConfigurationError, RankError
 from megatron_fsdp.optim.full_tensor.exchange import Exchange, Messages, Ranks, agreed, balanced_owners, holders_of
-from megatron_fsdp.optim.step import ExchangingStep, Step, params_of, without_parameter
+from megatron_fsdp.optim.local_step import ExchangingStep, Step, params_of, without_parameter
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
 
 _DECLARED = "_megatron_fsdp_steps_whole_tensors"
