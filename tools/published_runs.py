@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks.page import table
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
-from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.plan.machine import GIB, Machine, find_machine
 from megatron_fsdp.plan.models import build_meta_model
 from megatron_fsdp.plan.parallel import DecoderShare

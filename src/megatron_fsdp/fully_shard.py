@@ -19,10 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.agreement import Groups, agreed, all_agree, raise_together, rank_of
-from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.offload import OffloadArgument
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig, ShardingStrategy, resolve_strategy
+from megatron_fsdp.config.engine_options import OffloadArgument
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
-from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError, explains_arguments, warn_caller
 from megatron_fsdp.optional_packages import warn_of_namesake
 

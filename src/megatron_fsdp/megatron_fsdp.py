@@ -18,20 +18,20 @@ from torch import nn
 from megatron_fsdp.comm.agreement import Groups, agreed, all_agree
 from megatron_fsdp.comm.axis import Traffic
 from megatron_fsdp.comm.streams import resolve_device
-from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig, ShardingStrategy
 from megatron_fsdp.config.engine_options import (
     EngineOptions,
     MemoryArguments,
+    OffloadArgument,
     checked_deterministic,
     engine_options_of,
     resolve_memory_options,
+    resolve_offload,
     resolve_skip_order,
+    resolve_verify_ranks,
     with_weight_format,
 )
-from megatron_fsdp.config.offload import OffloadArgument, resolve_offload
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
-from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.config.switches import resolve_verify_ranks
 from megatron_fsdp.debug.lifetimes import check_lifetimes
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.describe.model import MemoryUse, describe, memory_of

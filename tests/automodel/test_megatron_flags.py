@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.automodel import MegatronFSDPManager, create_device_mesh
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import WeightAllocator
-from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, NonFiniteGradientError
 from tests.automodel.training import (
     assert_trained_alike,

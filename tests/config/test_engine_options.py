@@ -11,10 +11,17 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from megatron_fsdp import DistributedDataParallelConfig
-from megatron_fsdp.config.engine_options import MemoryArguments, MemoryOptions, WeightAllocator, resolve_memory_options
-from megatron_fsdp.config.offload import Offload, offload_by_unit, resolve_offload
+from megatron_fsdp.config.ddp_config import ShardingStrategy
+from megatron_fsdp.config.engine_options import (
+    MemoryArguments,
+    MemoryOptions,
+    Offload,
+    WeightAllocator,
+    offload_by_unit,
+    resolve_memory_options,
+    resolve_offload,
+)
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, dtype_from_name, resolve_precision
-from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 
 DOUBLE = {"fsdp_double_buffer": True}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, Collectives, OpCounts, own_part
 from tests.support.formulas import footprints_of, step_traffic
 from tests.support.on_ranks import engine_of, on_ranks

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 
 from megatron_fsdp import DistributedDataParallelConfig, MixedPrecisionPolicy
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.ddp.buckets import GatherMode
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError

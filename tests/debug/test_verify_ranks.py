@@ -25,7 +25,7 @@ from megatron_fsdp import (
     fully_shard_model,
 )
 from megatron_fsdp.comm.groups import timeout_of
-from megatron_fsdp.config.switches import VERIFY_TIMEOUT_S, VERIFY_VARIABLE, resolve_verify_ranks
+from megatron_fsdp.config.engine_options import VERIFY_TIMEOUT_S, VERIFY_VARIABLE, resolve_verify_ranks
 from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import WeightAllocator
-from megatron_fsdp.config.strategy import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.arrangements import mesh_of
 from tests.support.case import Run, Scenario, Setting, check_strategies

@@ -19,7 +19,7 @@ from megatron_fsdp import (
     fully_shard_model,
 )
 from megatron_fsdp.comm import axis as collectives
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.engine.test_precision_emulation import BF16, CASES, FP16, FP32, FP64, Job, assert_emulated, train

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.case import FP32, ONE_RANK, Run, Scenario, Setting, check_strategies, shard, three_steps
 from tests.support.formulas import footprints_of, step_traffic

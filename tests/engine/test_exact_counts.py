@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from tests.conftest import RunRanks
 from tests.support.case import shard
 from tests.support.counting import OpCounts

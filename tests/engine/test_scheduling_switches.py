@@ -15,7 +15,7 @@ from megatron_fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.engine.schedule import Action, Operation
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights, wrap
 from tests.support.formulas import exchange_scratch_bytes, footprints_of, step_traffic, transient_bytes

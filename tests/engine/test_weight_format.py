@@ -17,8 +17,8 @@ from torch.func import functional_call
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, MixedPrecisionPolicy
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES
-from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.formats.fp8_linear import encoded_parameters
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes

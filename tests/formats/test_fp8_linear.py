@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.formats import fp8_linear
 from megatron_fsdp.formats.fp8_linear import Fp8Weight, encoded_parameters, scaled_product, to_float8

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fsdp.comm.processes import this_process
-from megatron_fsdp.config.switches import HangSettings, resolve_hang_log
+from megatron_fsdp.config.engine_options import HangSettings, resolve_hang_log
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hang.log_file import (

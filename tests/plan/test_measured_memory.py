@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp import AdamW8bit, MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.checkpoint.background import StagingBuffers
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.plan.machine import find_machine
 from megatron_fsdp.plan.planning import Workload, plan_workload
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Setup

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.config.offload import Offload
+from megatron_fsdp.config.engine_options import Offload
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan import recommend
 from megatron_fsdp.plan.machine import find_machine

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.optimizer import count_kinds, kinds_of
 from megatron_fsdp.plan.machine import GIB, MACHINES, Machine, find_machine

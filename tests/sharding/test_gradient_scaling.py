@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.streams import HostCommStream
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.precision import ResolvedPrecision
-from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.engine.gradients import GradientBuffers
 from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, plan_unit
 from megatron_fsdp.errors import ConfigurationError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
+from megatron_fsdp.config.ddp_config import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Placement, Region, held_region, placements_for, shard_count
 

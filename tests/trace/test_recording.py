@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_fsdp import ChainedOptimizer, MegatronFSDP, fully_shard
 from megatron_fsdp.comm.axis import Traffic
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import TraceError
 from megatron_fsdp.trace import Recorder, Timeline, recorder, trace

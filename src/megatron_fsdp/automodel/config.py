@@ -18,9 +18,9 @@ from megatron_fsdp.automodel.multimodal import (
     MultimodalDistributedConfig,
     normalize_activation_checkpointing_scope,
 )
-from megatron_fsdp.config.offload import resolve_offload
+from megatron_fsdp.config.ddp_config import resolve_strategy
+from megatron_fsdp.config.engine_options import resolve_offload
 from megatron_fsdp.config.precision import MixedPrecisionPolicy as EnginePolicy
-from megatron_fsdp.config.strategy import resolve_strategy
 from megatron_fsdp.errors import (
     ConfigurationError,
     NotSupportedYetError,

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Diagnose a run, and return the exit status."""
-    from megatron_fsdp.config.switches import checked_timeout
+    from megatron_fsdp.config.engine_options import checked_timeout
     from megatron_fsdp.hang.explain import explain
     from megatron_fsdp.hang.log_file import read_folder
 

@@ -12,11 +12,16 @@ from torch.utils._pytree import tree_map
 
 from megatron_fsdp.cli.output import write_facts, write_json, write_line, write_table
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
-from megatron_fsdp.config.engine_options import MemoryArguments, resolve_memory_options
+from megatron_fsdp.config.ddp_config import ShardingStrategy, resolve_strategy
+from megatron_fsdp.config.engine_options import (
+    KINDS,
+    MemoryArguments,
+    offload_of,
+    resolve_memory_options,
+    resolve_offload,
+)
 from megatron_fsdp.config.import_path import import_by_path
-from megatron_fsdp.config.offload import KINDS, offload_of, resolve_offload
 from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES, MixedPrecisionPolicy, dtype_from_name, weight_formats_of
-from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.plan import report

@@ -1,10 +1,11 @@
-"""`DistributedDataParallelConfig`: its fields, their values, and the rules between fields.
+"""Sharding strategies, and `DistributedDataParallelConfig`: its fields, their values, and the rules between fields.
 
 A field is checked by its declared type, so no field can be without a check. The combinations that are refused are
 data, from which the documentation is made.
 """
 
 import dataclasses
+import enum
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,41 @@ import torch
 import yaml
 
 from megatron_fsdp.config.precision import DTYPE_NAMES, check_main_dtype, weight_formats_of
-from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.config.yaml_mapping import read_mapping
 from megatron_fsdp.errors import ConfigurationError, explains_fields, nearest_name, warn_caller
+
+
+class ShardingStrategy(enum.IntEnum):
+    """Sharding strategies: the tensors that are sharded over data-parallel ranks.
+
+    Attributes:
+        no_shard: nothing, as in plain data parallelism (0).
+        optim: main weights and optimizer state, as in ZeRO-1 (1).
+        optim_grads: the above and gradients, as in ZeRO-2 (2).
+        optim_grads_params: the above and compute weights, as in ZeRO-3 and FSDP (3).
+
+    Clients may write the names in capitals, too.
+    """
+
+    no_shard = 0
+    optim = 1
+    optim_grads = 2
+    optim_grads_params = 3
+    NO_SHARD = no_shard
+    OPTIM = optim
+    OPTIM_GRADS = optim_grads
+    OPTIM_GRADS_PARAMS = optim_grads_params
+
+
+def resolve_strategy(value: int | str | ShardingStrategy, argument: str = "zero_dp_strategy") -> ShardingStrategy:
+    """Resolve a strategy from its number or name."""
+    if isinstance(value, str) and value in ShardingStrategy.__members__:
+        return ShardingStrategy[value]
+    if isinstance(value, int) and not isinstance(value, bool) and value in set(ShardingStrategy):
+        return ShardingStrategy(value)
+    allowed = ", ".join(f'{int(strategy)} or "{strategy.name}"' for strategy in ShardingStrategy)
+    raise ConfigurationError(f"{argument}={value!r} is not a sharding strategy; give one of {allowed}.")
+
 
 MOST = 2**63 - 1
 """The largest whole number of a field: sizes are counted in 64 bits, and Python cannot print every larger one."""

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.config.ddp_config import CHOICES, FOLLOW, DistributedDataParallelConfig
+from megatron_fsdp.config.ddp_config import CHOICES, FOLLOW, DistributedDataParallelConfig, ShardingStrategy
 from megatron_fsdp.config.precision import dtype_from_name
-from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 
 _RENAMED: Mapping[str, str] = {

@@ -1,22 +1,24 @@
-"""`EngineOptions`: the checked and complete options of the engine.
+"""`EngineOptions`: the checked and complete options of the engine: memory, offload, and environment variables too.
 
 They are resolved once, in the public call, and read where they take effect: layout and gradient factors in
 `engine/group_plan.py`, memory and the scheduler's configuration in `engine/memory_plan.py`, the rest in `wrap/`,
 `engine/engine.py` and `megatron_fsdp.py`.
 """
 
+import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.offload import Offload
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig, ShardingStrategy, resolve_strategy
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, weight_formats_of
-from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.errors import ConfigurationError
 
 
@@ -103,6 +105,40 @@ class MemoryOptions:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """The offloaded fraction of each kind of state, 0 to 1 of the elements, in whole units.
+
+    Host memory is pinned where the device is a CUDA device. The rest stays on the device.
+    """
+
+    main_weights: float = 0.0  # the parameters that the optimizer updates
+    optimizer_state: float = 0.0  # tensors of the optimizer in the parameter's shape
+    # the accumulated ones, that `.grad` shows: beside the main weights, as torch wants it
+    main_gradients: float = 0.0
+    compute_weights: float = 0.0  # this rank's shard of the weights that are gathered; strategy 3 only
+
+    def __bool__(self) -> bool:
+        """Return True if anything is offloaded."""
+        return any(getattr(self, kind) for kind in KINDS)
+
+    def __str__(self) -> str:
+        """Return the offloaded kinds, with fractions other than 1."""
+        found = ((kind, getattr(self, kind)) for kind in KINDS)
+        parts = [kind if fraction == 1.0 else f"{kind} {fraction:g}" for kind, fraction in found if fraction]
+        return ", ".join(parts) or "nothing"
+
+
+def offload_by_unit(offload: Offload, numels: Sequence[int]) -> list[Offload]:
+    """Assign each unit every kind whole, or not at all: the last first, up to the fraction.
+
+    `numels` are the units' elements, the root's first. The last units are offloaded first, since their gradients come
+    first.
+    """
+    later = [sum(numels[index + 1 :]) / max(1, sum(numels)) for index in range(len(numels))]
+    return [Offload(**{kind: float(share < getattr(offload, kind)) for kind in KINDS}) for share in later]
+
+
+@dataclass(frozen=True)
 class EngineOptions:
     """The checked options of one model, named like the arguments and configuration fields that set them.
 
@@ -133,7 +169,7 @@ class EngineOptions:
     deterministic: str | None = None
     megatron_fsdp_use_decoupled_grad: bool = False
     megatron_fsdp_cuda_graph_mode: bool = False
-    offload: Offload = Offload()  # noqa: RUF009 (frozen)
+    offload: Offload = Offload()
     strategy_experts: ShardingStrategy | None = None  # of experts, on the sharding axis; None: that of all parameters
     # Paths of the units that ranks may skip, in the order of their calls; empty: in the order of registration; None:
     # ranks may not skip units.
@@ -466,3 +502,144 @@ def _needs_sharded_weights(option: str, strategy: ShardingStrategy) -> None:
 def _check_count(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigurationError(f"{name}={value!r} is not a whole number of units; give {least} or more.")
+
+
+# ---- offload ---------------------------------------------------------------------------------------------------------
+
+KINDS = tuple(field.name for field in fields(Offload))
+OffloadArgument = Any
+"""Type of `fully_shard(offload=...)`: None, "all", torch's policies, a sequence of kinds, or kinds with fractions."""
+
+
+def offload_of(words: Sequence[str]) -> dict[str, float]:
+    """Parse the words of a flag, "KIND" or "KIND=FRACTION", into an argument of `resolve_offload`.
+
+    Raises:
+        ConfigurationError: A fraction is no number.
+    """
+    pairs = [word.partition("=") for word in words]
+    try:
+        return {kind: float(fraction) if equals else 1.0 for kind, equals, fraction in pairs}
+    except ValueError:
+        raise ConfigurationError(
+            f"offload {' '.join(words)}: give kinds of {', '.join(KINDS)}, each alone or as KIND=FRACTION"
+        ) from None
+
+
+def resolve_offload(given: OffloadArgument, strategy: ShardingStrategy) -> Offload:
+    """Resolve the argument `offload`.
+
+    Args:
+        given: A sequence of kinds, or a mapping of kind to fraction (0 to 1). "all", or torch's `CPUOffloadPolicy()`:
+            every kind. State of the optimizer and gradients follow the main weights unless they are named.
+        strategy: The strategy on the sharding axis.
+
+    Raises:
+        ConfigurationError: There is no such kind, a fraction is out of range, or kinds exclude each other.
+    """
+    kind_given = type(given).__name__  # torch's policies come from a package that takes long to import
+    if given is None or kind_given == "OffloadPolicy":
+        return Offload()
+    if kind_given == "CPUOffloadPolicy" or given == "all":
+        is_sharded = strategy is ShardingStrategy.optim_grads_params
+        given = ("main_weights", "compute_weights") if is_sharded else ("main_weights",)
+    is_listed = isinstance(given, Mapping | Sequence) and not isinstance(given, str | bytes)
+    if not is_listed or not all(isinstance(kind, str) for kind in given):
+        raise ConfigurationError(
+            f'offload={given!r} is none of: "all", CPUOffloadPolicy(), a sequence of kinds such as '
+            '["optimizer_state"], and a mapping of kinds to fractions such as {"main_weights": 0.5}'
+        )
+    asked = given if isinstance(given, Mapping) else dict.fromkeys(given, 1.0)
+    for kind, fraction in asked.items():
+        if kind not in KINDS:
+            raise ConfigurationError(f"offload has {kind!r}; the kinds of state are {', '.join(KINDS)}")
+        if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 <= float(fraction) <= 1:
+            raise ConfigurationError(f"offload[{kind!r}] is {fraction!r}; give a fraction, a number from 0 to 1")
+    main = float(asked.get("main_weights", 0.0))
+    found = {kind: float(fraction) for kind, fraction in asked.items()}
+    offload = Offload(**{"optimizer_state": main, "main_gradients": main, **found})
+    _check_offload(offload, strategy)
+    return offload
+
+
+def _check_offload(offload: Offload, strategy: ShardingStrategy) -> None:
+    """Reject offload combinations that the strategy cannot support."""
+    main = offload.main_weights
+    if main != offload.main_gradients:
+        raise ConfigurationError(
+            f"offload has the fraction {offload.main_gradients:g} for main_gradients and {main:g} for main_weights; "
+            "torch wants a gradient beside its parameter, so give both the same or leave main_gradients out"
+        )
+    if main and main != offload.optimizer_state:
+        raise ConfigurationError(
+            f"offload has the fraction {offload.optimizer_state:g} for optimizer_state and {main:g} for main_weights; "
+            "the optimizer steps where the main weights rest and keeps its state there, so give both the same or "
+            "leave optimizer_state out"
+        )
+    if offload.compute_weights and strategy is not ShardingStrategy.optim_grads_params:
+        raise ConfigurationError(
+            f"offload has compute_weights, and strategy {strategy.name} computes with whole weights that are there "
+            "all the time; use zero_dp_strategy 3, or leave compute_weights out"
+        )
+
+
+# ---- environment variables of the hang logs and the debug tools ------------------------------------------------------
+
+LIFETIMES_VARIABLE = "MFSDP_CHECK_LIFETIMES"
+VERIFY_VARIABLE = "MFSDP_VERIFY_RANKS"
+FOLDER_VARIABLE = "MFSDP_HANG_LOG"
+TIMEOUT_VARIABLE = "MFSDP_HANG_TIMEOUT"
+VERIFY_TIMEOUT_S = 300.0
+"""Default timeout of the comparison of ranks."""
+_SWITCH = {"": False, "0": False, "1": True}
+
+
+@dataclass(frozen=True)
+class HangSettings:
+    """Settings of the log for hangs."""
+
+    folder: Path  # where the ranks keep their logs; one that all of them see, where there is one
+    # report when a phase has taken this many seconds without news; None: only when asked
+    timeout_s: float | None = None
+
+
+def checked_timeout(given: float | str, name: str = "timeout_s") -> float:
+    """Check a time in seconds, and return it."""
+    with suppress(ValueError):
+        if 0.0 < (seconds := float(given)) < math.inf:
+            return seconds
+    raise ConfigurationError(f"{name}={given!r} is not a time to wait; give seconds, more than 0")
+
+
+def resolve_hang_log(environment: Mapping[str, str] = os.environ) -> HangSettings | None:
+    """Read the settings of the log for hangs from the environment; None: no log."""
+    folder, seconds = environment.get(FOLDER_VARIABLE, ""), environment.get(TIMEOUT_VARIABLE, "")
+    if seconds and not folder:
+        raise ConfigurationError(
+            f"{TIMEOUT_VARIABLE}={seconds} has no effect without {FOLDER_VARIABLE}; name a folder for the logs too"
+        )
+    if not folder:
+        return None
+    return HangSettings(Path(folder), checked_timeout(seconds, TIMEOUT_VARIABLE) if seconds else None)
+
+
+def resolve_check_lifetimes(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return True if the environment asks for lifetime checks from the start."""
+    value = environment.get(LIFETIMES_VARIABLE, "")
+    if value not in _SWITCH:
+        raise ConfigurationError(f"{LIFETIMES_VARIABLE}={value!r} is not a switch; give 1 or 0")
+    return _SWITCH[value]
+
+
+def resolve_verify_ranks(verify_ranks: bool | float | str | None, environment: Mapping[str, str] = os.environ) -> float:
+    """Return the timeout of the comparison of ranks in seconds; 0.0: ranks are not compared."""
+    where, value = "verify_ranks", verify_ranks
+    if value is None:
+        where, given = VERIFY_VARIABLE, environment.get(VERIFY_VARIABLE, "")
+        value = _SWITCH.get(given, given)
+    if isinstance(value, bool):
+        return VERIFY_TIMEOUT_S if value else 0.0
+    with suppress(ValueError):
+        if 0.0 < (seconds := float(str(value))) < math.inf:
+            return seconds
+    raise ConfigurationError(f"{where}={value!r} is neither a switch nor a time; give 1, 0 or seconds to wait")

@@ -13,11 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.agreement import Groups, agreed, all_agree
 from megatron_fsdp.comm.axis import real_values
-from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
-from megatron_fsdp.config.engine_options import checked_deterministic, engine_options_of
-from megatron_fsdp.config.offload import OffloadArgument, resolve_offload
-from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.config.switches import resolve_verify_ranks
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig, ShardingStrategy
+from megatron_fsdp.config.engine_options import (
+    OffloadArgument,
+    checked_deterministic,
+    engine_options_of,
+    resolve_offload,
+    resolve_verify_ranks,
+)
 from megatron_fsdp.ddp.buckets import BucketScheduler, GatherMode, plan_buckets
 from megatron_fsdp.ddp.engine import BucketEngine, Readers
 from megatron_fsdp.ddp.megatron_core import MegatronCalls, takes_core_arguments

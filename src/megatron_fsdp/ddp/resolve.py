@@ -8,10 +8,9 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig, ShardingStrategy, resolve_strategy
 from megatron_fsdp.config.engine_options import default_bucket_numel, strategies_of, with_weight_format
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
-from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.ddp.buckets import GatherMode
 from megatron_fsdp.errors import ConfigurationError
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.comm.axis import backend_of
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.describe.description import (
     AxisDescription,
     Description,

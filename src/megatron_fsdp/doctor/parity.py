@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp.checkpoint import Checkpointer
 from megatron_fsdp.comm.agreement import Problem, all_agree, ask, first_problem, gather_objects
-from megatron_fsdp.config.strategy import resolve_strategy
+from megatron_fsdp.config.ddp_config import resolve_strategy
 from megatron_fsdp.doctor.compare import compare
 from megatron_fsdp.doctor.local_ranks import run_on_ranks
 from megatron_fsdp.doctor.reference import run_reference

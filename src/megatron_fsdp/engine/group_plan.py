@@ -21,8 +21,7 @@ from torch.distributed.tensor import Shard
 from megatron_fsdp.comm.agreement import is_first_in
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.groups import OwnGroups
-from megatron_fsdp.config.engine_options import EngineOptions
-from megatron_fsdp.config.offload import Offload, offload_by_unit
+from megatron_fsdp.config.engine_options import EngineOptions, Offload, offload_by_unit
 from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
 from megatron_fsdp.dtensor.shard_spec import ShardSpec, TensorParallelPart, local_tensor, part_of
 from megatron_fsdp.errors import ConfigurationError

@@ -20,8 +20,8 @@ from megatron_fsdp.config.engine_options import (
     UserBufferOptions,
     WeightAllocator,
     resolve_skip_order,
+    resolve_verify_ranks,
 )
-from megatron_fsdp.config.switches import resolve_verify_ranks
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.schedule import SyncMode

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
-from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.shard_spec import TensorParallelPart, is_tensor_extension
 from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.param_group import ParameterGroup

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.dtensor.shard_spec import GATHER_METHODS
 from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding
 from megatron_fsdp.engine.memory import shard_view

@@ -17,10 +17,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from megatron_fsdp.comm.agreement import Groups, all_agree
 from megatron_fsdp.comm.streams import default_device, resolve_device
-from megatron_fsdp.config.engine_options import EngineOptions, resolve_skip_order
-from megatron_fsdp.config.offload import resolve_offload
+from megatron_fsdp.config.ddp_config import ShardingStrategy
+from megatron_fsdp.config.engine_options import EngineOptions, resolve_offload, resolve_skip_order
 from megatron_fsdp.config.precision import MixedPrecisionPolicy as Policy
-from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.dtensor.shard_spec import local_tensor, part_of
 from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.param_group import mark_replaced, replaced_name

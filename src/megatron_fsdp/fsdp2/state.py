@@ -33,8 +33,8 @@ from megatron_fsdp.config.engine_options import (
     WeightAllocator,
     default_memory_options,
     resolve_skip_order,
+    resolve_verify_ranks,
 )
-from megatron_fsdp.config.switches import resolve_verify_ranks
 from megatron_fsdp.dtensor.expert_names import described
 from megatron_fsdp.dtensor.tensor import swap_tensors
 from megatron_fsdp.engine.engine import Engine

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_fsdp.config.offload import resolve_offload
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.ddp_config import ShardingStrategy
+from megatron_fsdp.config.engine_options import resolve_offload
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, text_of
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Exchange

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from megatron_fsdp.config.offload import Offload
+from megatron_fsdp.config.ddp_config import ShardingStrategy
+from megatron_fsdp.config.engine_options import Offload
 from megatron_fsdp.config.precision import resolve_precision
-from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.describe.text import in_bytes
 from megatron_fsdp.plan.machine import Machine
 from megatron_fsdp.plan.planning import Plan, Recommendation, ranks_that_fit

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from megatron_fsdp.config.engine_options import MemoryOptions, default_memory_options
-from megatron_fsdp.config.offload import Offload, resolve_offload
+from megatron_fsdp.config.ddp_config import ShardingStrategy, resolve_strategy
+from megatron_fsdp.config.engine_options import MemoryOptions, Offload, default_memory_options, resolve_offload
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision
-from megatron_fsdp.config.strategy import ShardingStrategy, resolve_strategy
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 from megatron_fsdp.optim.adamw8bit import BLOCK, CHUNK_NUMEL

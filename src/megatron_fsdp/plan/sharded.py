@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import EngineOptions
-from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.describe.text import in_bytes
 from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, plan_groups
 from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory

@@ -19,7 +19,7 @@ from megatron_fsdp.comm.agreement import Groups
 from megatron_fsdp.comm.axis import Axis, Traffic, real_values
 from megatron_fsdp.comm.groups import group_over
 from megatron_fsdp.comm.streams import default_device
-from megatron_fsdp.config.strategy import ShardingStrategy
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, explains_fields
 
 

@@ -19,7 +19,7 @@ from megatron_fsdp.checkpoint.report import decided_by_first
 from megatron_fsdp.checkpoint.store import claim
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.comm.processes import RUN_ID, is_launcher_alive, launcher
-from megatron_fsdp.config.switches import FOLDER_VARIABLE
+from megatron_fsdp.config.engine_options import FOLDER_VARIABLE
 from megatron_fsdp.describe.text import in_bytes
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.checkpoints import Origin, RunCheckpoints, facts_of, find_origin, with_saved_batch

@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_fsdp.comm.agreement import raise_together
 from megatron_fsdp.comm.axis import backend_of, is_simulated
 from megatron_fsdp.comm.registration import UserBuffers
-from megatron_fsdp.config.engine_options import EngineOptions
-from megatron_fsdp.config.switches import resolve_check_lifetimes, resolve_hang_log
+from megatron_fsdp.config.engine_options import EngineOptions, resolve_check_lifetimes, resolve_hang_log
 from megatron_fsdp.debug.gradient_checks import make_checks
 from megatron_fsdp.debug.lifetimes import check_lifetimes
 from megatron_fsdp.debug.verify_ranks import RankVerifier

@@ -15,9 +15,14 @@ from torch.nn.parameter import UninitializedParameter
 from megatron_fsdp.comm.agreement import all_agree, rank_of
 from megatron_fsdp.comm.axis import Traffic, broadcast, has_values
 from megatron_fsdp.comm.fingerprint import differing_tensors, same_random_numbers
-from megatron_fsdp.config.engine_options import ALLOCATE_ONLY, EngineOptions, MemoryOptions
-from megatron_fsdp.config.strategy import ShardingStrategy
-from megatron_fsdp.config.switches import FOLDER_VARIABLE, resolve_hang_log
+from megatron_fsdp.config.ddp_config import ShardingStrategy
+from megatron_fsdp.config.engine_options import (
+    ALLOCATE_ONLY,
+    FOLDER_VARIABLE,
+    EngineOptions,
+    MemoryOptions,
+    resolve_hang_log,
+)
 from megatron_fsdp.dtensor.expert_names import TRIVIAL_NAMES
 from megatron_fsdp.dtensor.shard_spec import local_tensor, part_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor

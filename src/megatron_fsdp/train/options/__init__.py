@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.ddp_config_flags import destination_of, field_meanings, flag_of
-from megatron_fsdp.config.offload import offload_of
+from megatron_fsdp.config.engine_options import offload_of
 from megatron_fsdp.errors import ConfigurationError
 
 # ---- fields as flags -------------------------------------------------------------------------------------------------

@@ -12,11 +12,10 @@ from typing import Literal, TypeVar
 
 import torch
 
-from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
+from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig, ShardingStrategy
 from megatron_fsdp.config.ddp_config_flags import in_flags, off_flag_of
 from megatron_fsdp.config.engine_options import with_weight_format
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, resolve_precision
-from megatron_fsdp.config.strategy import ShardingStrategy
 from megatron_fsdp.ddp.resolve import resolve_ddp
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import DDP_FIELDS, Options, flag_for
