@@ -1,15 +1,36 @@
-"""Strategies by number and name, and what each rank holds of a flat buffer."""
+"""Strategies by number and name, what each rank holds of a flat buffer, and the factors of a gradient reduction."""
 
 import itertools
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 import pytest
+import torch
 from hypothesis import given as drawn
+from hypothesis import settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.comm.streams import HostCommStream
 from megatron_fsdp.config.ddp_config import ShardingStrategy, resolve_strategy
+from megatron_fsdp.config.engine_options import EngineOptions
+from megatron_fsdp.config.precision import ResolvedPrecision
+from megatron_fsdp.engine.gradients import GradientBuffers
+from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, plan_unit
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.placement import Placement, Region, held_region, placements_for, shard_count
+from megatron_fsdp.sharding.layout import plan_layout
+from megatron_fsdp.sharding.mesh import RankMesh
+from megatron_fsdp.sharding.placement import (
+    GradientReduction,
+    Placement,
+    Region,
+    gradient_reduction,
+    held_region,
+    placements_for,
+    shard_count,
+)
+from megatron_fsdp.sharding.units import GroupKey, ParameterGroupSpec, ParameterInfo
 
 R, S = Placement.REPLICATE, Placement.SHARD
 NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS = ShardingStrategy
@@ -81,3 +102,126 @@ def test_the_regions_of_all_ranks_tile_the_buffer_and_nest(inner: int, outer: in
             cuts.append(region)
     assert sum(region.numel for region in cuts) == numel
     assert all(first.stop == second.start for first, second in itertools.pairwise(cuts))
+
+
+# ---- the factors of a reduction, against the value that is mathematically wanted -------------------------------------
+
+
+def apply(reduction: GradientReduction, gradients: torch.Tensor) -> torch.Tensor:
+    """Reduce (group, elements) gradients the way an engine would."""
+    scaled = gradients * reduction.pre_factor
+    reduced = scaled.sum(dim=0) if reduction.op == "sum" else scaled.mean(dim=0)
+    return reduced * reduction.post_factor
+
+
+@settings(deadline=None)
+@drawn(
+    dp_size=st.integers(1, 16),
+    group_size=st.integers(1, 16),
+    mode=st.sampled_from(["mean", "average in collective", "per token"]),
+    comm_dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    seed=st.integers(0, 2**31),
+)
+def test_operation_and_factors_give_the_wanted_value(
+    dp_size: int, group_size: int, mode: str, comm_dtype: torch.dtype, seed: int
+) -> None:
+    is_average, per_token = mode == "average in collective", mode == "per token"
+    reduction = reduction_for(dp_size, group_size, is_average, comm_dtype, per_token)
+    gradients = torch.randn(group_size, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    wanted = gradients.sum(dim=0) / (1 if mode == "per token" else dp_size)
+    torch.testing.assert_close(apply(reduction, gradients), wanted, rtol=1e-12, atol=1e-12)
+
+
+def reduction_for(
+    dp_size: int = 8, group_size: int = 8, average: bool = False, comm: torch.dtype = torch.float32, token: bool = False
+) -> GradientReduction:
+    return gradient_reduction(
+        dp_size, group_size, average_in_collective=average, calculate_per_token_loss=token, comm_dtype=comm
+    )
+
+
+FP16 = torch.float16
+
+
+def test_float16_is_scaled_before_the_sum_and_experts_are_divided_by_the_dense_size() -> None:
+    for reduction, expected in (
+        (reduction_for(), ("sum", 1.0, 0.125)),
+        (reduction_for(comm=torch.bfloat16), ("sum", 1.0, 0.125)),
+        (reduction_for(comm=FP16), ("sum", 0.125, 1.0)),
+        (reduction_for(average=True), ("avg", 1.0, 1.0)),
+        (reduction_for(average=True, comm=FP16), ("sum", 0.125, 1.0)),
+        (reduction_for(8, 2, average=True, comm=FP16), ("sum", 0.125, 1.0)),
+        (reduction_for(8, 2, average=True).for_dtype(FP16), ("sum", 0.125, 1.0)),
+        (reduction_for(8, 2), ("sum", 1.0, 0.125)),
+        (reduction_for(8, 2, average=True), ("avg", 1.0, 0.25)),
+        (reduction_for(1, 1), ("sum", 1.0, 1.0)),
+        (reduction_for(token=True), ("sum", 1.0, 1.0)),
+        (reduction_for(token=True, comm=FP16), ("sum", 1.0, 1.0)),
+    ):
+        assert reduction == GradientReduction(*expected)
+    gradients = torch.full((8, 1), 60000.0, dtype=FP16)
+    assert gradients.sum(dim=0).isinf().all()  # what scaling afterwards would have met
+    assert (gradients * reduction_for(comm=FP16).pre_factor).sum(dim=0).item() == 60000.0
+
+
+def test_an_average_of_a_plain_sum_is_refused() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        reduction_for(average=True, token=True)
+    assert str(caught.value) == (
+        "average_in_collective=True contradicts calculate_per_token_loss=True, which asks for a plain sum; "
+        "set one of them to False."
+    )
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+THIRD = 1 / 3
+
+
+ALONE = RankMesh((Axis(None, 0, 1),), ("dp",), None, None, cast(DeviceMesh, None))  # nothing becomes a DTensor here
+
+
+def test_a_parameter_with_a_factor_of_its_own_has_a_group_of_its_own() -> None:
+    placements = placements_for(ShardingStrategy.optim_grads_params)
+    dense = Sharding(EngineOptions(), ALONE, placements, torch.device("cpu"), divisor=1)
+    sharding = ModelSharding(dense, apart={"bias": replace(dense, divisor=4)})
+    plans = plan_unit(dict(torch.nn.Linear(2, 2).named_parameters()), [""], sharding, {})
+    factors = {info.name: plan.reduction.post_factor for plan in plans for info in plan.spec.parameters}
+    assert factors == {"weight": 1.0, "bias": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("reduction", "main_grads", "grad_comm", "deferred"),
+    [
+        (GradientReduction("sum", 1.0, THIRD), FP32, BF16, False),
+        (GradientReduction("sum", THIRD, 1.0), FP32, FP32, False),
+        (GradientReduction("sum", 1.0, THIRD), FP32, BF16, True),
+        (GradientReduction("sum", THIRD, 1.0), BF16, FP32, True),
+    ],
+)
+def test_a_factor_is_applied_in_the_wider_dtype(
+    reduction: GradientReduction, main_grads: torch.dtype, grad_comm: torch.dtype, deferred: bool
+) -> None:
+    """bfloat16 gradients, float32 on the wire or in the main gradient, and a factor that is no power of two."""
+    precision = ResolvedPrecision(BF16, FP32, main_grads, grad_comm, has_main_copy=True)
+    device = torch.device("cpu")
+    key = GroupKey(BF16, requires_grad=True)
+    layout = plan_layout([(100,)], 1)
+    plan = GroupPlan(
+        ParameterGroupSpec(key, (ParameterInfo("weight", (100,), key),)),
+        layout,
+        precision,
+        reduction,
+        placements_for(ShardingStrategy.no_shard),
+        ALONE,
+        device,
+        (None,),
+    )
+    gradients = GradientBuffers(plan)
+    grad = torch.randn(100, generator=torch.Generator().manual_seed(0)).to(BF16)
+    bucket = torch.empty(layout.numel, dtype=grad_comm)
+    gradients.begin(None if deferred else bucket)
+    gradients.add(0, grad)
+    param = torch.nn.Parameter(torch.zeros(100))
+    gradients.reduce(HostCommStream(), bucket, None, [param], HostCommStream())[0].wait()
+    widest = bucket if grad_comm is FP32 else gradients.main.local
+    assert torch.equal(widest[:100], grad.float() * THIRD)

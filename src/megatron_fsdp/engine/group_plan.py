@@ -25,10 +25,17 @@ from megatron_fsdp.config.engine_options import EngineOptions, Offload, offload_
 from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
 from megatron_fsdp.dtensor.shard_spec import ShardSpec, TensorParallelPart, local_tensor, part_of
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.gradient_scaling import GradientReduction, gradient_reduction
 from megatron_fsdp.sharding.layout import Layout, plan_layout
 from megatron_fsdp.sharding.mesh import RankMesh
-from megatron_fsdp.sharding.placement import Placement, Placements, Region, held_region, shard_count
+from megatron_fsdp.sharding.placement import (
+    GradientReduction,
+    Placement,
+    Placements,
+    Region,
+    gradient_reduction,
+    held_region,
+    shard_count,
+)
 from megatron_fsdp.sharding.shards import MeshUse, ShardDescription, TensorParallelCut
 from megatron_fsdp.sharding.units import (
     GroupKey,
