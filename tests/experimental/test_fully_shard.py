@@ -19,8 +19,7 @@ from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.engine.engine import engine_of_module
 from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.experimental import Placements, fully_shard, fully_shard_context, fully_shard_optimizer, microbatch
-from megatron_fsdp.experimental.context import FsdpContext
-from megatron_fsdp.experimental.module import FsdpModule
+from megatron_fsdp.experimental.module import FsdpContext, FsdpModule
 from tests.support.on_ranks import on_ranks
 
 R, S, AVG = Replicate(), Shard(0), Partial("avg")

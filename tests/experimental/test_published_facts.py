@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fsdp.describe.model import memory_of
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.experimental import fully_shard, fully_shard_context, fully_shard_optimizer, microbatch
-from megatron_fsdp.experimental.context import FsdpContext
-from megatron_fsdp.experimental.module import FsdpModule
+from megatron_fsdp.experimental.module import FsdpContext, FsdpModule
 from tests.experimental.test_fully_shard import STRATEGIES, batches, mesh_of, placements
 from tests.support.on_ranks import on_ranks
 

@@ -34,6 +34,9 @@ from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.placement import Region, held_region
 
+REPLACED = "_fsdp_replaced"
+"""Attribute of a parameter that sharding has taken out of a module, and that gets no gradient any more: its name."""
+
 # The two weight buffers of a parameter group: what compute uses and what the optimizer updates.
 #
 #     main weight  -> copied, cast ->  its shard of the compute weight  -> all-gathered over the outer axis ->
@@ -514,7 +517,7 @@ class ParameterGroup:
                 for hook in hooks:
                     param.register_post_accumulate_grad_hook(hook)  # called once the gradient is reduced
             sharded.append(param)
-            mark_replaced(self.names[index], original)
+            setattr(original, REPLACED, self.names[index])
         self.sharded = tuple(sharded)
 
     def _make_full(self, index: int, original: nn.Parameter, empty: Any) -> nn.Parameter:
@@ -584,20 +587,6 @@ class ParameterGroup:
                 "shape, dtype and sharding"
             )
         setattr(param, self.grad_attribute, answer)
-
-
-_REPLACED = "_fsdp_replaced"  # on a parameter that sharding has taken out of a module: its name
-
-
-def mark_replaced(name: str, param: nn.Parameter) -> None:
-    """Mark an original parameter that sharding took out of a module; it gets no gradient any more."""
-    setattr(param, _REPLACED, name)
-
-
-def replaced_name(param: torch.Tensor) -> str | None:
-    """Return the name of a parameter that sharding took out of a module; None for any other."""
-    name: str | None = getattr(param, _REPLACED, None)
-    return name
 
 
 def _set_to_itself(name: str, own_id: int, source: object, *_unused: object) -> object:

@@ -47,6 +47,10 @@ class TensorExtension:
     shape: torch.Size
     module: nn.Module  # the one that holds it
 
+    def __str__(self) -> str:
+        """Return the class and its context, which have to be the same on all ranks."""
+        return f"{self.kind.__name__} ({self.context})"
+
     def around(self, rows: torch.Tensor) -> Any:
         """Return rows (n, *rest) as a tensor of the class."""
         return self.kind.__tensor_unflatten__({self.inner: rows}, self.context, rows.size(), rows.stride())

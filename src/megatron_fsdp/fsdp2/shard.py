@@ -22,7 +22,7 @@ from megatron_fsdp.config.engine_options import EngineOptions, resolve_offload, 
 from megatron_fsdp.config.precision import MixedPrecisionPolicy as Policy
 from megatron_fsdp.dtensor.shard_spec import local_tensor, part_of
 from megatron_fsdp.engine.group_plan import Sharding
-from megatron_fsdp.engine.param_group import mark_replaced, replaced_name
+from megatron_fsdp.engine.param_group import REPLACED
 from megatron_fsdp.engine.unit import ParameterPlace
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, check_keys, explains_restarts, warn_caller
 from megatron_fsdp.experimental.module import fully_shard_optimizer as connect
@@ -150,7 +150,7 @@ def fully_shard(
     ]
     for even, shard, (name, param, _) in zip(params, shards, owned, strict=True):
         if shard is not param:
-            mark_replaced(name, param)
+            setattr(param, REPLACED, name)
             even.set(shard)
             even.follow_state_dicts()
     inside = [inner for each in modules for inner in each.modules()]
@@ -239,7 +239,7 @@ def _owned(
 
 
 def _check_parameter(name: str, param: nn.Parameter) -> None:
-    if (taken := replaced_name(param)) is not None:
+    if (taken := getattr(param, REPLACED, None)) is not None:
         raise ConfigurationError(
             f"{name} is tied to {taken}, which another call has sharded already, and would be two parameters from now "
             "on; shard the modules that share it by one call: fully_shard([first, second])"

@@ -49,7 +49,7 @@ from megatron_fsdp.optim.state_dict import cut_state
 from megatron_fsdp.optim.watch import watched_engines
 from megatron_fsdp.sharding.mesh import RankMesh, groups_reaching_all, make_group_of_all_ranks, rank_mesh_of
 from megatron_fsdp.sharding.units import ends_of_vocabulary, message_bytes, name_of_neighbours, small_neighbours
-from megatron_fsdp.wrap.in_place import WITHOUT_JOIN, KnownPlans, finish_in_place, shard_in_place
+from megatron_fsdp.wrap.shard_unit import WITHOUT_JOIN, KnownPlans, finish_in_place, shard_in_place
 
 _END_REMEDY = (
     "call the module, or give reshard_after_forward=False to fully_shard of the outermost module, so that the weight "

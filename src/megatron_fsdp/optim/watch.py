@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from megatron_fsdp.engine.engine import Engine, Pass
-from megatron_fsdp.engine.param_group import replaced_name
+from megatron_fsdp.engine.param_group import REPLACED
 from megatron_fsdp.errors import ConfigurationError, Remedies, warn_caller
 from megatron_fsdp.optim.local_step import LocalStep, LocalView, params_of
 from megatron_fsdp.optim.state_dict import cut_state
@@ -128,14 +128,14 @@ class OptimizerCheck:
         """
         if optimizer in self._right:
             return
-        held = [(where, param) for where, param in held_parameters(optimizer) if replaced_name(param) is not None]
+        held = [(where, param) for where, param in held_parameters(optimizer) if hasattr(param, REPLACED)]
         if not held:
             self._right.add(optimizer)
         for where, param in held:
             if param.grad is None and param.requires_grad:
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__} holds {replaced_name(param)} in {where} as it was before the model "
-                    f"was sharded, where no gradient comes, so its steps train nothing; build the optimizer on "
+                    f"{type(optimizer).__name__} holds {getattr(param, REPLACED)} in {where} as it was before the "
+                    f"model was sharded, where no gradient comes, so its steps train nothing; build the optimizer on "
                     "model.parameters() after the model is sharded"  # whichever model finds it
                 )
 

@@ -49,7 +49,7 @@ from megatron_fsdp.weights.plan import (
     layerwise_groups,
     make_plan,
 )
-from megatron_fsdp.wrap.in_place import unit_of
+from megatron_fsdp.wrap.shard_unit import unit_of
 
 Named = tuple[str, torch.Tensor | None]
 

@@ -40,15 +40,17 @@ from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.units import UnitPlan, looked_up, parameter_owners, plan_units
 from megatron_fsdp.sharding.weight_formats import WeightFormat
 from megatron_fsdp.state.experts import find_expert_names
-from megatron_fsdp.wrap.in_place import KnownPlans, finish_in_place, shard_in_place
 from megatron_fsdp.wrap.meta_init import check_can_initialise, draw_blueprint, has_meta, materialise
 from megatron_fsdp.wrap.shard_unit import (
     DOING,
+    KnownPlans,
     KnownSpecs,
     ModuleEvents,
     check_not_wrapped,
     finish,
+    finish_in_place,
     has_tensor_classes,
+    shard_in_place,
     shard_unit,
 )
 
@@ -95,7 +97,7 @@ def assemble(
 ) -> Engine:
     """Replace the parameters of a model by shards; raise if it, or options together, cannot be sharded. Collective.
 
-    `per_unit`: units are neither merged nor cut, as by one call for each (`in_place.py`).
+    `per_unit`: units are neither merged nor cut, as by one call for each (`shard_in_place`).
     """
     options.check_capture()
     delays = options.delay_wgrad_compute and not per_unit
@@ -236,18 +238,14 @@ def _plan_together(
         facts |= _facts(module, plan, sharding)
         if any(param.dtype is STORED_DTYPE for param in params.values()):
             facts |= stored_formats(module)
-        facts |= {
-            f"the class of {name}": f"{extension.kind.__name__} ({extension.context})"
-            for name, extension in extensions.items()
-        }
+        facts |= {f"the class of {name}": str(extension) for name, extension in extensions.items()}
         facts["sync_model_each_microbatch"] = str(mode.auto_sync)
         facts[FOLDER_VARIABLE] = "set" if keeps_log else "not set"
     if extensions:
         with all_agree(DOING, sharding.ranks.reaching_all):  # each encodes a row
             dense = sharding.dense.rank_mesh
             mesh = dense.described_mesh[(dense.names[-1],)]
-            for name, extension in extensions.items():
-                formats[name] = extension_format(extension, params[name], mesh)
+            formats |= {name: extension_format(each, params[name], mesh) for name, each in extensions.items()}
     return plan, formats
 
 
