@@ -190,16 +190,16 @@ def gathered_peak_bytes(plan: WeightPlan) -> int:
     many consecutive ones as there are slots are allocated at a time; the root with all of them.
     """
     of_its_own = (WeightStorage.OWN, WeightStorage.FOR_STEP)
-    kept = sum(plan.gathered_bytes[unit] for storage in of_its_own for unit in plan.units_in(storage))
+    kept = sum(plan.block_bytes[unit] for storage in of_its_own for unit in plan.units_in(storage))
     passing = {WeightStorage.RESIZED}
     if plan.taken_at_once:
         kept += plan.slots_used * plan.slot_bytes
     else:
         passing.add(WeightStorage.SLOT)
     in_turn = [unit for unit, storage in enumerate(plan.storages) if unit and storage not in of_its_own]
-    sizes = [plan.gathered_bytes[unit] if plan.storages[unit] in passing else 0 for unit in in_turn]
+    sizes = [plan.block_bytes[unit] if plan.storages[unit] in passing else 0 for unit in in_turn]
     windows = (sum(sizes[first : first + plan.slots]) for first in range(max(1, len(sizes))))
-    root = plan.gathered_bytes[0] if plan.storages[0] is WeightStorage.RESIZED else 0
+    root = plan.block_bytes[0] if plan.storages[0] is WeightStorage.RESIZED else 0
     return root + kept + max(windows)
 
 

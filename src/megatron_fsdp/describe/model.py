@@ -181,7 +181,7 @@ def memory_description(engine: Engine) -> MemoryDescription:
     return MemoryDescription(
         allocator=plan.allocator.value,
         slots=schedule.slots if schedule.shares_slots else 0,
-        slot_bytes=plan.weights.slot_bytes or max((unit.gathered_bytes for unit in others), default=0),
+        slot_bytes=plan.weights.slot_bytes or max((unit.block_bytes for unit in others), default=0),
         buckets=engine.executor.bucket_count,
         bucket_bytes=max((unit.bucket_bytes for unit in others), default=0),
         forward_prefetch=schedule.forward_prefetch_units,

@@ -188,7 +188,7 @@ class Executor:
             # An outer all-gather that is due writes what the inner one sends.
             unit.all_gather_outer(self._outer_stream)
             block = None
-            if unit.gathered_bytes:
+            if unit.block_bytes:
                 block = self.weight_memory.borrow(unit.index, slot)
                 self.observers.lends(BorrowedMemory.WEIGHTS, unit.index, block)
             unit.unshard(self._gather_stream, block, self.coming_stream)

@@ -355,7 +355,7 @@ class WeightMemory:
             for slot in range(plan.slots_used):
                 self._hold((Use.SLOT, slot), self._slot_bytes, self._slot_bytes)
             for unit in plan.units_in(WeightStorage.OWN):
-                self._hold((Use.UNIT, unit), plan.gathered_bytes[unit], plan.gathered_bytes[unit])
+                self._hold((Use.UNIT, unit), plan.block_bytes[unit], plan.block_bytes[unit])
 
     def borrow(self, unit: int, slot: int | None) -> Block:
         """Return the block that a unit is unsharded into: that of a slot is always the same storage.
@@ -363,7 +363,7 @@ class WeightMemory:
         A slot that is not taken when wrapping is as long as the unit in it: an embedding or a head may be several times
         as large as all others.
         """
-        num_bytes = self._plan.gathered_bytes[unit]
+        num_bytes = self._plan.block_bytes[unit]
         if self._plan.storages[unit] is not WeightStorage.SLOT:
             return self._hold((Use.UNIT, unit), num_bytes, num_bytes)
         assert slot is not None

@@ -30,7 +30,7 @@ class WeightStorage(Enum):
 class UnitWeights:
     """The gathered weights of one unit."""
 
-    gathered_bytes: int  # of the block that holds them; 0 where every rank holds them whole anyway
+    block_bytes: int  # of the block that holds them, padding included; 0 where every rank holds them whole anyway
     # elements and dtype of each parameter group; equal shapes fit one another's memory
     shape: tuple[tuple[int, torch.dtype], ...] = ()
 
@@ -40,7 +40,7 @@ class WeightPlan:
     """A storage for the gathered weights of every unit, the root first."""
 
     storages: tuple[WeightStorage, ...]
-    gathered_bytes: tuple[int, ...]  # of the block of each unit
+    block_bytes: tuple[int, ...]  # of the block of each unit
     slots: int  # the most units besides the root that are gathered at a time, without those that keep their memory
     # Whether slots and persistent buffers are allocated at wrap time, each slot for the largest unit in it; else at
     # their first use, and a slot is as long as the unit that is in it.
@@ -53,12 +53,12 @@ class WeightPlan:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot for the largest unit that lives in slots."""
-        return max((self.gathered_bytes[unit] for unit in self.units_in(WeightStorage.SLOT)), default=0)
+        return max((self.block_bytes[unit] for unit in self.units_in(WeightStorage.SLOT)), default=0)
 
     @property
     def slots_used(self) -> int:
         """Number of slots that are ever allocated: at most that of units that live in slots."""
-        return min(self.slots, sum(self.gathered_bytes[unit] > 0 for unit in self.units_in(WeightStorage.SLOT)))
+        return min(self.slots, sum(self.block_bytes[unit] > 0 for unit in self.units_in(WeightStorage.SLOT)))
 
 
 def plan_weights(
@@ -82,7 +82,7 @@ def plan_weights(
     if is_persistent:
         storages = [storage if storage is WeightStorage.SLOT else WeightStorage.OWN for storage in storages]
     taken_at_once = is_persistent or allocator in DOUBLE_BUFFERS
-    return WeightPlan(tuple(storages), tuple(unit.gathered_bytes for unit in units), slots, taken_at_once)
+    return WeightPlan(tuple(storages), tuple(unit.block_bytes for unit in units), slots, taken_at_once)
 
 
 _ROOT_STORAGE = {WeightAllocator.RESIZE: WeightStorage.RESIZED, WeightAllocator.SLOTS: WeightStorage.FOR_STEP}
@@ -138,8 +138,8 @@ def plan_pool(sizes: Mapping[Use, Sequence[int]]) -> PoolPlan:
 
 def most_common_shape(units: Sequence[UnitWeights]) -> tuple[tuple[int, torch.dtype], ...]:
     """Return the most common shape of units; of several the one with most bytes, then the first."""
-    sizes = {unit.shape: unit.gathered_bytes for unit in units if unit.gathered_bytes}
-    counts = Counter(unit.shape for unit in units if unit.gathered_bytes)
+    sizes = {unit.shape: unit.block_bytes for unit in units if unit.block_bytes}
+    counts = Counter(unit.shape for unit in units if unit.block_bytes)
     return max(counts, key=lambda shape: (counts[shape], sizes[shape]), default=())
 
 
@@ -203,7 +203,7 @@ def plan_memory(
     weights = plan_weights(options.allocator, [_weights_of(unit) for unit in units], slots, options.is_persistent)
     groups = [group for unit in units for group in unit]
     # Units that every rank holds whole have no memory to give back: one gather serves until weights change.
-    whole = frozenset(unit for unit, gathered_bytes in enumerate(weights.gathered_bytes) if not gathered_bytes)
+    whole = frozenset(unit for unit, num_bytes in enumerate(weights.block_bytes) if not num_bytes)
     resized = frozenset(weights.units_in(WeightStorage.RESIZED)) - whole
     schedule = ScheduleConfig(
         trainable=tuple(any(group.requires_grad for group in unit) for unit in units),
@@ -244,7 +244,7 @@ def _block_sizes(
     return {
         Use.SHARD: [group.shard_bytes for group in chain.from_iterable(units)],
         Use.SLOT: [weights.slot_bytes] * weights.slots_used,
-        Use.UNIT: [size if unit in own else 0 for unit, size in enumerate(weights.gathered_bytes)],
+        Use.UNIT: [size if unit in own else 0 for unit, size in enumerate(weights.block_bytes)],
         Use.ROOT_BUCKET: needed[: ROOT_UNIT + 1],
         Use.BUCKET: [max(needed[ROOT_UNIT + 1 :], default=0)] * filled,
         Use.SCRATCH: [scratch] * max(1, buckets - 1),

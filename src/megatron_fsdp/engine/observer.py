@@ -94,7 +94,11 @@ class Observer:
         """Observe the end of a phase, unless an exception has ended it."""
 
     def lends(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
-        """Observe that a unit borrows memory for its weights or gradients; for weights, inside of its unshard."""
+        """Observe that a unit borrows memory for its weights or gradients; for weights, inside of its unshard.
+
+        The block may be longer than what the unit has: its groups are padded, and a slot that is kept, or planned
+        memory, fits the largest unit.
+        """
 
     def takes_back(self, memory: BorrowedMemory, unit: int, block: Block) -> None:
         """Observe that a bucket or scratch is given back after its reduction. Weights are resharded instead."""

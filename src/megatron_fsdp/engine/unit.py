@@ -90,7 +90,8 @@ class Unit:
             each is not None and (each.placements.accumulates_shards or each.options.deterministic is not None)
             for each in (plan.sharding for plan in self.group_plans)
         )
-        self._gather_offsets, self.gathered_bytes = pack_bytes([group.plan.gathered_bytes for group in self.groups])
+        # of its gathered weights in one block, where each group begins at an alignment
+        self._gather_offsets, self.block_bytes = pack_bytes([group.plan.gathered_bytes for group in self.groups])
         self.plan_buckets()
         self.find_gathered()
         self.group_and_index = {id(param): (group, i) for group in self.groups for i, param in enumerate(group.sharded)}
@@ -239,7 +240,7 @@ class Unit:
                 self.works.append(fetched)
                 after = [*after, fetched]
             # Weights that stay whole beside others that are resharded were gathered when they changed.
-            is_current = self.gathered_bytes and not (group.plan.shards_compute_weights or self._update_is_due)
+            is_current = self.block_bytes and not (group.plan.shards_compute_weights or self._update_is_due)
             if group.plan.needs_all_gather and not is_current:
                 self.works.append(stream.submit(partial(group.weights.all_gather_into, full), after=after))
         self._update_is_due = False

@@ -207,10 +207,10 @@ class _Unit:
             for axis in (INNER, OUTER)
             for is_gather in (False, True)
         }
-        self.gathered_bytes = pack_bytes([group.gathered_bytes for group in groups])[1]
+        self.block_bytes = pack_bytes([group.gathered_bytes for group in groups])[1]
         self.bucket_bytes = pack_bytes([group.bucket_bytes for group in groups])[1]
         self.scratch_bytes = pack_bytes([group.scratch_bytes for group in groups])[1]
-        self.reads_weights = not (self.gathered_bytes and all(group.is_looked_up for group in groups))  # in backward
+        self.reads_weights = not (self.block_bytes and all(group.is_looked_up for group in groups))  # in backward
         _, _, self.main_bytes = held_bytes(trained)
         self.cast_bytes = sum(map(cast_bytes, trained))
         self._whole_bytes = sum(group.layout.numel * group.precision.main_grads.itemsize for group in trained)
