@@ -54,7 +54,7 @@ def register_hooks(engine: Engine, root: nn.Module | None) -> None:
         before = partial(_pre_forward, reference, entry)
         after = partial(_post_forward, reference, entry)
         engine.units[unit_index].forward_hooks.append((before, after))
-        if is_compiled_in_place(module):
+        if module._compiled_call_impl is not None:  # by `module.compile()`
             surround(module, before, after)
             label, call = engine.units[unit_index].label, module._compiled_call_impl
             engine.structure.compiled.append((label, weakref.ref(module), call))
@@ -312,11 +312,6 @@ _REASON = (
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep the compiler out of a function and all that it calls."""
     return torch.compiler.disable(function, reason=_REASON)
-
-
-def is_compiled_in_place(module: nn.Module) -> bool:
-    """Return True if `module.compile()` was called."""
-    return module._compiled_call_impl is not None
 
 
 def surround(module: nn.Module, before: Callable[..., None], after: Callable[..., Any]) -> None:

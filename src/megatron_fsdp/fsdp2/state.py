@@ -39,7 +39,7 @@ from megatron_fsdp.dtensor.expert_names import described
 from megatron_fsdp.dtensor.tensor import swap_tensors
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.group_plan import Sharding
-from megatron_fsdp.engine.hooks import is_compiled_in_place, uncompiled
+from megatron_fsdp.engine.hooks import uncompiled
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import ParameterPlace, Unit, joined_late
 from megatron_fsdp.errors import ConfigurationError, Remedies, ScheduleError, warn_caller
@@ -350,8 +350,8 @@ class ShardState:
         policy = self._mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             module.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
-        if is_compiled_in_place(module):
-            compiled: Any = module._compiled_call_impl
+        compiled: Any = module._compiled_call_impl
+        if compiled is not None:  # by `module.compile()`
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 if not self.is_finished:

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -128,11 +129,9 @@ def has_meta(module: nn.Module, but: Collection[int] = ()) -> bool:
 
 def meta_tensors(module: nn.Module, but: Collection[int] = ()) -> Iterator[str]:
     """Iterate over the names of parameters, buffers and plain tensors without memory that a module itself holds."""
-    held: list[Mapping[str, object]] = [module._parameters, module._buffers, vars(module)]
-    for holder in held:
-        for name, value in holder.items():
-            if isinstance(value, torch.Tensor) and value.is_meta and id(value) not in but:
-                yield name
+    for name, value in chain(module._parameters.items(), module._buffers.items(), vars(module).items()):
+        if isinstance(value, torch.Tensor) and value.is_meta and id(value) not in but:
+            yield name
 
 
 def reset_methods(module: nn.Module) -> tuple[Callable[[], object], ...]:

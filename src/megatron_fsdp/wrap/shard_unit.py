@@ -55,8 +55,13 @@ from megatron_fsdp.state.state_dict import convert_expert_names, describe_in_sta
 DOING = "sharding the model"
 """In messages, where a rank cannot go on."""
 
-KnownSpecs = dict[int, tuple[ShardSpec, ...]]
-"""The shard specs of groups by the id of their layout: groups with one layout are cut alike."""
+
+@dataclass
+class KnownPlans:
+    """Plans of groups, and shard specs by the id of their layout, that further units share: equal blocks are alike."""
+
+    plans: dict[object, GroupPlan] = field(default_factory=dict)
+    specs: dict[int, tuple[ShardSpec, ...]] = field(default_factory=dict)
 
 
 def shard_unit(
@@ -66,7 +71,7 @@ def shard_unit(
     parameters: dict[str, nn.Parameter],
     owners: dict[int, ParameterOwners],
     mode: SyncMode,
-    known: KnownSpecs,
+    known: KnownPlans,
     index: int = 0,
     objects: Mapping[int, nn.Parameter] = MappingProxyType({}),
 ) -> Unit:
@@ -81,16 +86,16 @@ def shard_unit(
         parameters: The original parameters by canonical name; those of the unit are taken out, and freed.
         owners: Modules and attributes that hold each original, by its id; those of the unit are taken out.
         mode: When its gradients are reduced.
-        known: Shard specs of groups that were sharded before; added to.
+        known: Shard specs of units that were sharded before; added to.
         index: Its position among the units, where that is known already.
         objects: By the id of an original the parameter, of an optimizer say, that becomes the sharded one; new ones
             are made for the others.
     """
     groups, held_by, of_groups = [], [], []
     for plan in plans:
-        specs = tuple(spec.for_another() for spec in known.get(id(plan.layout), ()))
+        specs = tuple(spec.for_another() for spec in known.specs.get(id(plan.layout), ()))
         if not specs:
-            specs = known[id(plan.layout)] = tuple(map(plan.shard_spec, range(len(plan.spec.parameters))))
+            specs = known.specs[id(plan.layout)] = tuple(map(plan.shard_spec, range(len(plan.spec.parameters))))
         originals = [parameters.pop(info.name) for info in plan.spec.parameters]
         held_by.append([owners.pop(id(original)) for original in originals])
         groups.append(ParameterGroup(plan, originals, specs, _quantizer(plan, originals, held_by[-1])))
@@ -355,14 +360,6 @@ def unit_of(module: nn.Module) -> Unit | None:
     return found
 
 
-@dataclass
-class KnownPlans:
-    """Plans and shard specs that further calls share: equal blocks have one layout."""
-
-    plans: dict[object, GroupPlan] = field(default_factory=dict)
-    specs: KnownSpecs = field(default_factory=dict)
-
-
 def shard_in_place(
     modules: Sequence[nn.Module],
     sharding: Sharding,
@@ -400,7 +397,7 @@ def shard_in_place(
     apart_here = {name: apart[id(param)] for name, param in owned.items() if id(param) in apart}
     model = ModelSharding(sharding, weight_formats=formats_here, lookups=looked_up(tree), apart=apart_here)
     plans = with_offload([plan_unit(owned, tuple(paths), model, known.plans)], sharding.options.offload)[0]
-    unit = shard_unit(label, paths, plans, owned, parameter_owners(tree), mode, known.specs, objects=objects)
+    unit = shard_unit(label, paths, plans, owned, parameter_owners(tree), mode, known, objects=objects)
     for module in modules:
         module.__dict__[_UNIT] = unit
     return unit

@@ -44,7 +44,6 @@ from megatron_fsdp.wrap.meta_init import check_can_initialise, draw_blueprint, h
 from megatron_fsdp.wrap.shard_unit import (
     DOING,
     KnownPlans,
-    KnownSpecs,
     ModuleEvents,
     check_not_wrapped,
     finish,
@@ -172,7 +171,7 @@ def _shard(
     """
     leaves_empty = sharding.options.init_model_with_meta_device == ALLOCATE_ONLY
     blueprint = None if leaves_empty or not any(map(has_meta, module.modules())) else draw_blueprint(module)
-    originals, owners, known = dict(module.named_parameters()), parameter_owners(module), KnownSpecs()
+    originals, owners, known = dict(module.named_parameters()), parameter_owners(module), KnownPlans()
     units = []
     for index, (spec, of_unit) in enumerate(zip(plan.units, planned, strict=True)):
         modules = {path: module.get_submodule(path) for path in spec.modules}
@@ -334,8 +333,7 @@ def check_module(module: nn.Module, init_meta: bool | str) -> None:
     if not params:
         raise ConfigurationError(f"{type(module).__name__} has no parameters; there is nothing to shard")
     check_keys(name for name, _ in (*module.named_parameters(), *module.named_buffers()))
-    marks = "_megatron_fsdp_model"
-    sharded = [name for name, param in params.items() if hasattr(param, marks) or isinstance(param, UnevenDTensor)]
+    sharded = [name for name, p in params.items() if hasattr(p, "_megatron_fsdp_model") or isinstance(p, UnevenDTensor)]
     if sharded:
         raise ConfigurationError(
             f"the model is sharded already ({len(sharded)} of {len(params)} parameters, such as {sharded[0]}); wrap a "
