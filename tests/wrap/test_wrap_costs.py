@@ -1,4 +1,4 @@
-"""What wrapping a model costs, in counts: few collectives, whatever the model's size, and equal blocks planned once."""
+"""What wrapping a model costs, in counts: few collectives, equal blocks planned once, and only features that it has."""
 
 from collections import Counter
 from typing import Any
@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 from megatron_fsdp import fully_shard
 from megatron_fsdp.engine import group_plan
 from tests.support.on_ranks import engine_of, on_ranks
+from tools.files_per_step import calls_in
 
 pytestmark = pytest.mark.unmerged
 
@@ -95,3 +96,11 @@ def test_equal_blocks_have_one_layout_and_the_same_descriptions() -> None:
         assert [param.to_local().shape for param in block.sharded] == shapes
     descriptions = {id(shard_spec.description) for group in (root, first) for shard_spec in group.shard_specs}
     assert len(descriptions) == len(root.shard_specs) + len(first.shard_specs)  # each parameter its own
+
+
+@on_ranks(2)
+def test_a_plain_model_runs_through_no_format_check_or_log() -> None:
+    model = build(1)
+    folders = {file.partition("/")[0] for file, _ in calls_in(lambda: wrap(model))}
+    assert {"wrap", "engine", "optim"} <= folders
+    assert folders.isdisjoint({"formats", "debug", "hang", "describe", "checkpoint"})
