@@ -31,25 +31,6 @@ from tests.support.zoo import ModelName
 # ---- one process ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_saved_is_what_was_there_at_the_start() -> None:
-    weight, saved, go = torch.zeros(1000), list[Tensor](), threading.Event()
-
-    def save(state: dict[str, Any], group: object) -> None:
-        assert group is None
-        assert go.wait(LIMIT_S)
-        saved.append(state["weight"].clone())
-
-    with closing(BackgroundSaver()) as saver:
-        saver.start({"weight": weight}, save)
-        weight.add_(1.0)
-        go.set()
-        saver.wait()
-        saver.start({"weight": weight}, save)
-        assert saver.buffers.staged_bytes == 4000
-        assert 4000 <= saver.buffers.reserved_bytes < 4064
-    assert [tensor.unique().tolist() for tensor in saved] == [[0.0], [1.0]]
-
-
 def test_a_second_save_waits_for_the_first_and_uses_its_memory() -> None:
     weight, order, go = torch.zeros(10), list[tuple[str, int]](), threading.Event()
 

@@ -19,6 +19,7 @@ from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.support.dcp_contents import assert_same_contents, contents, load_state, state_of
 from tests.support.on_ranks import of_ranks, on_ranks
+from tests.support.optimizer_reference import Lion
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -50,30 +51,6 @@ class LateNet(Net):
     def forward(self, x: Tensor) -> Tensor:
         """(samples, 3) -> (samples, 1)."""
         return super().forward(x) + (self.late.sum() if self.is_late else 0.0)
-
-
-class Lion(torch.optim.Optimizer):
-    """As third parties write them: a moment, a python counter, and a tensor of another shape."""
-
-    def __init__(self, params: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Follow the sign of the moment."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["moment"] = torch.zeros_like(param)
-                    state["count"] = 0
-                    state["last"] = torch.zeros(())
-                state["count"] += 1
-                state["last"] += group["lr"]
-                state["moment"].lerp_(param.grad, 0.1)
-                param.add_(state["moment"].sign(), alpha=-group["lr"])
 
 
 OPTIMIZERS: dict[str, Make] = {

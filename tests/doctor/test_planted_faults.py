@@ -138,3 +138,35 @@ def test_the_callers_random_state_is_put_back() -> None:
     before = torch.get_rng_state()
     report = check_parity(models.build, models.tokens, strategies=(3,), steps=1, checkpoint=False)
     assert (report.passed, torch.equal(before, torch.get_rng_state())) == (True, True)
+
+
+# ---- buffers, of which only batch norms' own statistics are excused --------------------------------------------------
+
+
+def check_buffers(model_fn: Any, options: dict[str, Any]) -> ParityReport:
+    options = {"loss_fn": models.square_loss, "checkpoint": False, "steps": 2, **options}
+    return check_parity(model_fn, options.pop("batch", models.vectors), **options)
+
+
+def test_buffers_that_every_rank_has_alike_pass(run_ranks: RunRanks) -> None:
+    report = run_ranks(2, check_buffers, models.Counting, {"strategies": (3,), "microbatches": 2})[0]
+    assert report.passed, report.summary()
+
+
+@pytest.mark.full(short=["running_mean-rank 1"])
+@pytest.mark.parametrize(("buffer", "wrong"), [("running_mean", "rank 1"), ("calls", "rank 1")])
+def test_a_buffer_of_one_rank_is_named_whatever_it_is_called(run_ranks: RunRanks, buffer: str, wrong: str) -> None:
+    shard_fn = partial(faults.buffer_of_rank_one, buffer=buffer)
+    report = run_ranks(2, check_buffers, models.Counting, {"shard_fn": shard_fn})[0]
+    (found,) = report.differences
+    assert (found.where, found.step, found.name, found.also) == ("buffer", 2, buffer, ())
+    assert f"is not the same on all ranks: on {wrong} it " in found.words
+    assert (found.error, found.ratio) == (10.0, 6.0)
+
+
+@pytest.mark.parametrize(("buffer", "passes"), [("1.running_mean", True), ("1.num_batches_tracked", False)])
+def test_only_statistics_of_batch_norms_are_excused(run_ranks: RunRanks, buffer: str, passes: bool) -> None:
+    shard_fn = partial(faults.buffer_of_rank_one, buffer=buffer)
+    report = run_ranks(2, check_buffers, models.build_batch_norm, {"shard_fn": shard_fn, "microbatches": 2})[0]
+    assert "running_mean and running_var differ between ranks and are not compared" in report.notes[0]
+    assert [found.name for found in report.differences] == ([] if passes else [buffer])

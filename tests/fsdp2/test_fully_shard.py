@@ -335,23 +335,6 @@ def test_meta_parameters_are_filled_as_clients_do(fill: Callable[[Any, nn.Module
     assert_same(train(model, True), alone())
 
 
-@on_ranks(2)
-def test_a_rank_with_values_joins_ranks_with_empty_memory() -> None:
-    """verl: rank 0 has the model, the others have it on the meta device, and a state dict is broadcast."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    source = build()
-    model: Any = copy.deepcopy(source)
-    if dist.get_rank():
-        model = model.to("meta")
-    shard(model)
-    model = model.to("cpu") if dist.get_rank() == 0 else model.to_empty(device="cpu")
-    full = source.state_dict() if dist.get_rank() == 0 else {}
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, full, options=options)
-    assert_same(train(model, True), alone())
-
-
 # ---- calls between forwards -----------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,6 @@
 """A sharded optimizer beside one in a single process: the same gradients, the same bits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,29 @@ def matrices() -> nn.Module:
 def drawn(shape: torch.Size, step: int, index: int, dtype: torch.dtype | None = None) -> Tensor:
     """The gradient of a parameter in a step, the same wherever it is drawn."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + index), dtype=dtype)
+
+
+class Lion(torch.optim.Optimizer):
+    """As third parties write them: a moment, a Python counter and a tensor of another shape, made in the first step."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2, weight_decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Follow the sign of the moment and the gradient."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state.update(moment=torch.zeros_like(param), count=0, last=torch.zeros(()))
+                state["count"] += 1
+                state["last"] += group["lr"]
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_(torch.sign(state["moment"] * 0.9 + param.grad * 0.1), alpha=-group["lr"])
+                state["moment"].lerp_(param.grad, 0.01)
 
 
 Make = Callable[[Sequence[Any]], torch.optim.Optimizer]

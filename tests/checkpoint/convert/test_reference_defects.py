@@ -1,7 +1,7 @@
 """The defects of the reference converter, by their numbers in the specification: ours has none of them.
 
 Numbers 1 to 3, 7 and 10 are seen by `test_matrix.py` (current generation, bucket space, stacked experts, masters,
-flattened cells of generation 1), 12 and parts of 13 by `test_convert_on_ranks.py`; number 11 and parts of 15 to 17 are
+flattened cells of generation 1), 12 and parts of 13 by `test_convert_on_ranks.py`; 4, 11 and parts of 15 to 17 are
 about the commands and stand with their tests.
 """
 
@@ -45,14 +45,6 @@ DENSE, MIXTURE = GptSpec(), GptSpec(experts=4)
 
 def as_map(groups: dict[str, int]) -> dict[str, int]:
     return {f"model.module.{name}": index for name, index in groups.items()}
-
-
-def test_defect_04_the_map_counts_where_there_is_one_optimizer(tmp_path: Path) -> None:
-    swapped = {name: 1 - index for name, index in group_map(DENSE).items()}
-    options = ConvertOptions(param_to_group=as_map(swapped))
-    folder, _ = converted(tmp_path, make_truth(DENSE), options=options)
-    assert folder.read_object(f"{META}.decoder.final_layernorm.weight.weight_decay") == 0.1
-    assert folder.read_object(f"{META}.output_layer.weight.weight_decay") == 0.0
 
 
 def test_defect_05_no_key_has_an_empty_component(tmp_path: Path) -> None:

@@ -272,13 +272,15 @@ class OwnLBFGS(torch.optim.LBFGS):
 
 
 @on_ranks(4)
-def test_what_lbfgs_cannot_step_is_refused_on_all_ranks() -> None:
+def test_what_lbfgs_and_others_cannot_step_is_refused_on_all_ranks() -> None:
     """Before anything is sharded, where fully_shard is given both."""
     refused = "LBFGS cannot update sharded parameters: it works on whole tensors.*zero_dp_strategy=0"
-    for strategy, kind in ((1, torch.optim.LBFGS), (3, OwnLBFGS), (3, torch.optim.Rprop)):
+    sparse = "SparseAdam takes sparse gradients alone, and those of a wrapped"
+    for strategy, kind in ((1, torch.optim.LBFGS), (3, OwnLBFGS), (3, torch.optim.Rprop), (0, torch.optim.SparseAdam)):
         module = matrices()
         params = list(module.parameters())
-        with pytest.raises(ConfigurationError, match=refused.replace("LBFGS", kind.__name__)):
+        told = refused.replace("LBFGS", kind.__name__) if strategy else sparse
+        with pytest.raises(ConfigurationError, match=told):
             fully_shard(module, kind(params), fsdp_unit_modules=[nn.Linear], **flat(strategy))
         assert all(map(operator.is_, module.parameters(), params))
     model = fully_shard_model(matrices(), fsdp_unit_modules=[nn.Linear], **flat(0))
@@ -289,13 +291,3 @@ def test_what_lbfgs_cannot_step_is_refused_on_all_ranks() -> None:
     arguments = {**arrangement.arguments(), "zero_dp_strategy": 0}
     with pytest.raises(ConfigurationError, match=refused):
         fully_shard(module, torch.optim.LBFGS(module.parameters()), fsdp_unit_modules=[Block], **arguments)
-
-
-@pytest.mark.parametrize("strategy", [0, 3])
-@on_ranks(2)
-def test_sparse_adam_is_refused_before_anything_changes(strategy: int) -> None:
-    module = matrices()
-    params = list(module.parameters())
-    with pytest.raises(ConfigurationError, match="SparseAdam takes sparse gradients alone, and those of a wrapped"):
-        fully_shard(module, torch.optim.SparseAdam(params), fsdp_unit_modules=[nn.Linear], **flat(strategy))
-    assert all(map(operator.is_, module.parameters(), params))
