@@ -436,10 +436,11 @@ def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt
     raise_together(None, _CONNECTING, ranks_of_parameters(optimizer), facts)
     cure = float32_by(next(iter(wrappers.values())))
     is_new = connect_with_hooks(optimizer, engines, preproc_state_dict_for_dcp_ckpt, cure)
-    if is_new and rank_of() == 0:
+    logger = logging.getLogger("megatron_fsdp")
+    if is_new and rank_of() == 0 and logger.isEnabledFor(logging.INFO):
         modules = [wrapper.module for wrapper in wrappers.values()]
         for each in members_of(optimizer):
-            logging.getLogger("megatron_fsdp").info(route_line(each, *modules))
+            logger.info(route_line(each, *modules))
     return optimizer
 
 

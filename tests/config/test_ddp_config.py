@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.config.ddp_config import CHOICES, EXCLUSIONS, NEEDS
+from megatron_fsdp.config.ddp_config import CHOICES, EXCLUSIONS, NEEDS, ShardingStrategy, resolve_strategy
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
 
@@ -267,3 +267,22 @@ NO_FIELD = "is not a field of DistributedDataParallelConfig;"
 )
 def test_a_dict_of_anything_else_is_refused(values: Any, message: str) -> None:
     refused(values, message, DistributedDataParallelConfig.from_dict)
+
+
+# ---- strategies by number and name -----------------------------------------------------------------------------------
+
+
+def test_numbers_names_and_members_resolve() -> None:
+    for number, name in enumerate(("no_shard", "optim", "optim_grads", "optim_grads_params")):
+        strategy = ShardingStrategy[name]
+        assert {resolve_strategy(given) for given in (number, name, strategy)} == {strategy}
+
+
+@pytest.mark.parametrize("value", [4, "3", "mro", True, 1.0, None])
+def test_anything_else_is_refused_and_both_spellings_are_listed(value: object) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_strategy(value, "outer_dp_sharding_strategy")  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        f"outer_dp_sharding_strategy={value!r} is not a sharding strategy; give one of "
+        '0 or "no_shard", 1 or "optim", 2 or "optim_grads", 3 or "optim_grads_params".'
+    )

@@ -1,4 +1,4 @@
-"""Strategies by number and name, what each rank holds of a flat buffer, and the factors of a gradient reduction."""
+"""Placements of strategies, what each rank holds of a flat buffer, and the factors of a gradient reduction."""
 
 import itertools
 from dataclasses import replace
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.streams import HostCommStream
-from megatron_fsdp.config.ddp_config import ShardingStrategy, resolve_strategy
+from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.engine.gradients import GradientBuffers
@@ -34,22 +34,6 @@ from megatron_fsdp.sharding.units import GroupKey, ParameterGroupSpec, Parameter
 
 R, S = Placement.REPLICATE, Placement.SHARD
 NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS = ShardingStrategy
-
-
-def test_numbers_names_and_members_resolve() -> None:
-    for number, name in enumerate(("no_shard", "optim", "optim_grads", "optim_grads_params")):
-        strategy = ShardingStrategy[name]
-        assert {resolve_strategy(given) for given in (number, name, strategy)} == {strategy}
-
-
-@pytest.mark.parametrize("given", [4, "3", "mro", True, 1.0, None])
-def test_anything_else_is_refused_and_both_spellings_are_listed(given: object) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        resolve_strategy(given, "outer_dp_sharding_strategy")  # type: ignore[arg-type]
-    assert str(caught.value) == (
-        f"outer_dp_sharding_strategy={given!r} is not a sharding strategy; give one of "
-        '0 or "no_shard", 1 or "optim", 2 or "optim_grads", 3 or "optim_grads_params".'
-    )
 
 
 def test_what_cannot_be_sharded_over_the_outer_axis_is_refused() -> None:
