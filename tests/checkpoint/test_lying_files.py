@@ -153,9 +153,10 @@ def test_pickles_that_multiply_what_they_hold(name: str, where: str, monkeypatch
     monkeypatch.setattr(safe_read, "SPARE_BYTES", 1 << 20)
     raw = multipliers()[name]
     archive = hostile.archive_of(raw)
-    load = {"metadata": lambda: load_metadata(raw, "here"), "object": lambda: load_object(archive, "here")}.get(
-        where, lambda: load_tensor(io.BytesIO(archive), "here")
-    )
+    load = {
+        "metadata": lambda: load_metadata(io.BytesIO(raw), "here"),
+        "object": lambda: load_object(archive, "here"),
+    }.get(where, lambda: load_tensor(io.BytesIO(archive), "here"))
     tracemalloc.start()
     try:
         if name in READABLE and where != "tensor":

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,10 @@ RANKS = 4
 BYTES = 1 << 34  # of each file, with holes
 
 
-def saved_tensor(key: str, shape: tuple[int, ...], offset: int, shard_numel: int) -> SavedTensor:
+def saved_tensor(key: str, shape: tuple[int, ...], offset: int, shard_numel: int, ranks: int = RANKS) -> SavedTensor:
     numel = torch.Size(shape).numel()
-    cut = BufferCut(offset, shard_numel, RANKS, numel)
-    description = ShardDescription(shape, MeshUse((RANKS,), (0,)), (0,), cut) if shard_numel else None
+    cut = BufferCut(offset, shard_numel, ranks, numel)
+    description = ShardDescription(shape, MeshUse((ranks,), (0,)), (0,), cut) if shard_numel else None
     return SavedTensor(key, tuple(key.split(".")), shape, TensorProperties(torch.float32), description)
 
 
@@ -43,22 +44,22 @@ TENSORS = [
 ]
 
 
-def write(folder: Path) -> Path:
-    """Write what a save of four ranks writes, with files that are nothing but long."""
-    layouts = Layouts(TENSORS, RANKS)
-    everyone = layouts.bits_of({tensor.key for tensor in TENSORS})
+def write(folder: Path, tensors: list[SavedTensor] = TENSORS, ranks: int = RANKS) -> Path:
+    """Write what a save of so many ranks writes, with files that are nothing but long."""
+    layouts = Layouts(tensors, ranks)
+    everyone = layouts.bits_of({tensor.key for tensor in tensors})
     found = PlannedMetadata({"step": BytesStorageMetadata()}, {"step": ("step",)})
-    found.assignment = layouts.assign([everyone] * RANKS)
+    found.assignment = layouts.assign([everyone] * ranks)
     found.storage_data = {MetadataIndex("step"): _StorageInfo("__0_0.distcp", 0, 9)}
-    counts = np.zeros(RANKS, int)
-    for tensor, writers in zip(TENSORS, found.assignment.writers, strict=True):
-        counts[writers] += boxes_of(tensor.shape, tensor.description, RANKS).counts
+    counts = np.zeros(ranks, int)
+    for tensor, writers in zip(tensors, found.assignment.writers, strict=True):
+        counts[writers] += boxes_of(tensor.shape, tensor.description, ranks).counts
     written = [Written(9, np.full(n, 700, np.uint16), np.zeros(1, np.uint64)) for n in counts.tolist()]
     stream = io.BytesIO()
-    found.dump([f"__{rank}_0.distcp" for rank in range(RANKS)], written, stream)
+    found.dump([f"__{rank}_0.distcp" for rank in range(ranks)], written, stream)
     folder.mkdir()
     (folder / ".metadata").write_bytes(stream.getvalue())
-    for rank in range(RANKS):
+    for rank in range(ranks):
         with (folder / f"__{rank}_0.distcp").open("wb") as file:
             file.truncate(BYTES)
     return folder
@@ -72,11 +73,13 @@ def contents(folder: Path) -> dict[str, Any]:
 
 def num_rows(raw: bytes) -> int:
     """Count the tensors whose places are read at once."""
-    return sum(isinstance(found, Rows) for found in load_metadata(raw, "here").storage_data.values())
+    return sum(isinstance(found, Rows) for found in load_metadata(io.BytesIO(raw), "here").storage_data.values())
 
 
-def test_rows_are_what_they_are_one_by_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [1, 3, metadata_reader._AT_ONCE])
+def test_rows_are_what_they_are_one_by_one(tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also as Python's own reader takes them."""
+    monkeypatch.setattr(metadata_reader, "_AT_ONCE", at_once)
     at_once = contents(write(tmp_path / "rows"))
     raw = (tmp_path / "rows/.metadata").read_bytes()
     assert num_rows(raw) == len(TENSORS)
@@ -133,7 +136,7 @@ LIES: dict[str, tuple[Callable[[bytes], int], int, str]] = {
     "another offset": (lambda raw: first_chunk(raw, 2), 1, "a.odd of shape (7, 5, 3)"),
     "fewer elements": (lambda raw: first_chunk(raw, 5), 0, "is incomplete"),
     "two boxes with one number": (second_memo, 3, "numbers of the memo that are not counted up"),
-    "a place of another box": (lambda raw: first_place(raw, "memos"), 3, "nothing says where its bytes are"),
+    "a place of another box": (lambda raw: first_place(raw, "memos"), 3, "numbers of the memo that are not counted up"),
     "a place in no file": (lambda raw: first_place(raw, "files"), 1 << 30, "not a file of the folder"),
     "a place in what is no name": (lambda raw: first_place(raw, "files"), 1, "not a file of the folder"),
     "a negative place": (lambda raw: first_place(raw, "offsets"), -9, "something else where lengths should stand"),
@@ -183,6 +186,58 @@ def test_boxes_of_two_tensors_have_numbers_of_their_own(tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(raw)
     with pytest.raises(CheckpointError, match="number"):
         CheckpointFolder(folder)
+
+
+def test_places_of_another_tensor_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "lying")
+    raw = (folder / ".metadata").read_bytes()
+    *_, b1, b2, b3, b4, _, c1, c2, c3, c4 = metadata_reader._PLACE[0].finditer(raw)
+    for own, other in ((b1, c1), (b2, c2), (b3, c3), (b4, c4)):
+        raw = raw[: own.start("memos")] + other["memos"] + raw[own.end("memos") :]
+    (folder / ".metadata").write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"b\.rows is listed but nothing says where its bytes are"):
+        CheckpointFolder(folder)
+
+
+def test_metadata_cut_off_while_they_are_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the process lives, which one that maps the file would not."""
+    path, take = write(tmp_path / "cut") / ".metadata", metadata_reader._MetadataUnpickler._rows
+
+    def cut_off(*given: Any) -> Any:
+        os.truncate(path, 100)
+        return take(*given)
+
+    monkeypatch.setattr(metadata_reader, "_AT_ONCE", 1)
+    monkeypatch.setattr(metadata_reader._MetadataUnpickler, "_rows", cut_off)
+    with pytest.raises(CheckpointError, match=r"cut/\.metadata is damaged"):
+        CheckpointFolder(path.parent)
+
+
+def test_metadata_are_not_held_in_memory(tmp_path: Path) -> None:
+    """Only numbers are: at most 12 bytes for the place of a box, to which the file gives more than 50."""
+    ranks, numel = 512, 512 * 50
+    tensors = [saved_tensor(f"key.{n}", (numel // 16, 4, 4), 2, 51, ranks) for n in range(64)]
+    folder = write(tmp_path / "large", tensors, ranks)
+    file_bytes = (folder / ".metadata").stat().st_size
+    boxes = sum(len(entry.chunks) for entry in CheckpointFolder(folder, check=False).tensors.values())
+    assert boxes * 50 < file_bytes
+    tracemalloc.start()
+    CheckpointFolder(folder)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < file_bytes / 2
+
+
+@pytest.mark.parametrize("operation", [pickle.BINUNICODE8, pickle.BINBYTES8])
+def test_lengths_of_text_take_no_memory(tmp_path: Path, operation: bytes) -> None:
+    path = write(tmp_path / "long") / ".metadata"
+    path.write_bytes(pickle.PROTO + b"\4" + operation + (1 << 33).to_bytes(8, "little") + b"text" + pickle.STOP)
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match="is damaged"):
+        CheckpointFolder(path.parent)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 def test_sums_of_lengths_may_need_more_than_64_bits(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ class _ArchiveUnpickler(RestrictedUnpickler):
     """Reads the pickle of an archive; its storages are read, or (`on_meta`) created without memory."""
 
     def __init__(self, archive: _Archive, *, on_meta: bool = False) -> None:
-        super().__init__(archive.read("data.pkl").numpy().tobytes(), archive.where)
+        super().__init__(io.BytesIO(archive.read("data.pkl").numpy().tobytes()), archive.where)
         self._archive, self._on_meta = archive, on_meta
         order = archive.read("byteorder").numpy().tobytes() if "byteorder" in archive else b"little"
         if order not in (b"little", b"big"):

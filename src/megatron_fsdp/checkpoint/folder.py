@@ -29,7 +29,6 @@ from megatron_fsdp.checkpoint.safe_read import (
     are_lengths,
     open_file,
     printable,
-    read_file,
     reading,
 )
 from megatron_fsdp.errors import CheckpointError, has_control_characters
@@ -201,13 +200,14 @@ def _entries_of(metadata: object, where: str) -> tuple[dict[str, TensorEntry], d
 class _TensorReader:
     """Makes entries of tensors; boxes that tensors share in the metadata are checked once for a shape."""
 
-    def __init__(self, storage: Mapping[Any, Any], where: str) -> None:
+    def __init__(self, storage: dict[Any, Any], where: str) -> None:
         self._storage, self._where = storage, where
         self._shared: dict[Rows, BoxIndex] = {}
         self._fitting: set[tuple[BoxIndex, tuple[int, ...]]] = set()
         places = [found for found in storage.values() if isinstance(found, Rows)]
         self._files = np.unique(np.concatenate([np.empty(0, np.int32), *(np.unique(found.files) for found in places)]))
         self._names = [_plain_name(places[0].memo.get(n), "a tensor", where) for n in self._files.tolist()]
+        self._number = np.min_scalar_type(len(self._names))
 
     def entry(self, key: str, found: Any) -> TensorEntry:
         """Make the entry of one tensor; everything is checked."""
@@ -239,15 +239,15 @@ class _TensorReader:
             return Chunks.of(len(shape), boxes, spans)
         if not rows.offsets.shape[1] == rows.lengths.shape[1] == len(shape):
             raise CheckpointError(f"{where}: {key} of shape {shape} has a chunk of other dimensions")
-        places = self._storage.get(key)
-        if not isinstance(places, Rows) or not np.array_equal(places.memos, rows.memos):
+        places = self._storage.pop(key, None)  # each is held once
+        if not isinstance(places, Rows) or places.start != rows.start:
             raise CheckpointError(f"{where}: {key} is listed but nothing says where its bytes are")
         numbers = [places.offsets, places.lengths, *([] if rows in self._shared else [rows.offsets, rows.lengths])]
         if any(found.min(initial=0) < 0 or found.max(initial=0) >= TOO_MANY for found in numbers):
             raise _no_lengths(key, where)
         if rows not in self._shared:
             self._shared[rows] = BoxIndex(rows.offsets, rows.lengths)
-        files = np.searchsorted(self._files, places.files[:, 0]).astype(np.int32)
+        files = np.searchsorted(self._files, places.files[:, 0]).astype(self._number)
         return Chunks(self._shared[rows], self._names, files, places.offsets[:, 0], places.lengths[:, 0])
 
 
@@ -374,13 +374,14 @@ class CheckpointFolder:
                 raise CheckpointError(
                     f"{self.path} has no {METADATA}, so it is not a (finished) checkpoint{_hint(self.path)}"
                 )
-            raw = read_file(self.path / METADATA)
+            with open_file(self.path / METADATA, MAX_OBJECT_BYTES) as file:
+                self.metadata: Metadata = load_metadata(file, where)
+                budget = ReadingBudget(file.tell(), where)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{where} cannot be read: {_reason(error)}") from error
-        self.metadata: Metadata = load_metadata(raw, where)
         with reading(where):
             self.tensors, self.objects = _entries_of(self.metadata, where)
-            self.paths = _paths_of(self.metadata, where, ReadingBudget(len(raw), where))
+            self.paths = _paths_of(self.metadata, where, budget)
             self.metadata.storage_data = None  # the entries have it
         if not check:
             return

@@ -2,7 +2,8 @@
 
 A checkpoint of thousands of ranks has millions of boxes. `save_plan` writes those of a tensor as rows of bytes that
 differ in numbers only, so the first row tells where the numbers of all of them stand. Everything else, and the boxes
-of other writers, is read operation by operation. Arrays of rows take less than twice the bytes of the rows.
+of other writers, is read operation by operation. The file is read piece by piece: neither held in memory, nor mapped,
+since what reads a mapped file that another process cuts off is killed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from megatron_fsdp.checkpoint.safe_read import SIZE, Operations, RestrictedUnpickler, reading
 
 Integers = npt.NDArray[np.signedinteger[Any]]
-_AT_ONCE = 1 << 14  # rows that are compared with the first one
+_AT_ONCE = 1 << 14  # rows that are read and compared with the first one
+_LONGEST = 1 << 11  # bytes of a row; those of 64 dimensions, torch's limit, have fewer
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +32,9 @@ class Rows:
     """Numbers in a tensor's rows: of its chunks, as the only element of their list; or of their places, by its key."""
 
     memo: Mapping[int, Any]  # of the pickle
+    start: int  # in the memo: the offsets of the first chunk, which those of the others follow
     offsets: Integers  # (rows, dimensions); of places (rows, 1)
     lengths: Integers
-    memos: Integers  # (rows, 1), in the memo: the offsets of chunks
     files: Any = None  # of places (rows, 1), in the memo: the names of files
 
 
@@ -68,15 +70,15 @@ class _MetadataUnpickler(RestrictedUnpickler):
 
     memo: dict[int, Any]
 
-    def __init__(self, raw: bytes, where: str) -> None:
-        super().__init__(raw, where)
+    def __init__(self, stream: BinaryIO, where: str) -> None:
+        super().__init__(stream, where)
         self.memo = _Memo()
-        self._taken: list[tuple[int, int]] = []  # numbers of the memo that rows of chunks give: the first, and the end
+        self._taken: dict[int, int] = {}  # numbers of the memo that rows of chunks give: how many, by the first
 
     def load(self) -> Any:
         """Run the pickle; raise if the numbers that rows give are given again."""
         made = super().load()
-        ends = np.array(sorted(self._taken), np.int64).reshape(-1, 2)
+        ends = np.array(sorted(self._taken.items()), np.int64).reshape(-1, 2).cumsum(axis=1)
         numbers = np.fromiter(self.memo, np.int64, len(self.memo))
         before = np.searchsorted(ends[:, 0], numbers, side="right") - 1
         if (ends[1:, 0] < ends[:-1, 1]).any() or (len(ends) and (numbers < ends[before, 1])[before >= 0].any()):
@@ -90,42 +92,53 @@ class _MetadataUnpickler(RestrictedUnpickler):
         if target not in (list, dict):
             return
         pattern, things = _CHUNK if target is list else _PLACE
-        first = pattern.match(self.raw, self.stream.tell())
+        at = self.stream.tell()
+        first = pattern.match(self.stream.read(_LONGEST))
+        self.stream.seek(at)
         if first is None:
             return
         gets = [first[group] for group in range(1, pattern.groups + 1) if group not in pattern.groupindex.values()]
         meant = [self.memo.get(int.from_bytes(get[1:], "little")) for get in gets]
-        if all(
+        start = int.from_bytes(first["memos"][1:], "little")
+        count = self._taken.get(start)  # of places as of chunks, which come first
+        if (count is None) == (target is list) and all(
             type(found) is str if thing is str else found == thing for found, thing in zip(meant, things, strict=True)
         ):
             if target is dict:
                 self.append(meant[things.index(str)])
-            rows = Rows(self.memo, **self._rows(first))
-            if target is list:
-                start = int(rows.memos[0, 0])
-                self._taken.append((start, start + len(rows.memos)))
-                if not np.array_equal(rows.memos[:, 0], np.arange(*self._taken[-1])):
-                    raise pickle.UnpicklingError("numbers of the memo that are not counted up")
-            self.append(rows)
+            numbers = self._rows(first, count)
+            memos = numbers.pop("memos")[:, 0]
+            self._taken[start] = count or len(memos)
+            if not np.array_equal(memos, np.arange(start, start + self._taken[start])):
+                raise pickle.UnpicklingError("numbers of the memo that are not counted up")
+            self.append(Rows(self.memo, start, **numbers))
 
-    def _rows(self, first: re.Match[bytes]) -> dict[str, Integers]:
-        """Take all rows that differ from the first one in numbers only; return the numbers of each group."""
-        start, width = first.start(), first.end() - first.start()
-        rows = np.frombuffer(self.raw, np.uint8, (len(self.raw) - start) // width * width, start).reshape(-1, width)
-        groups = {name: list(_numbers(first, name)) for name in first.groupdict()}
-        fixed = np.full(width, 0xFF, np.uint8)
-        for at, end, _ in itertools.chain.from_iterable(groups.values()):
-            fixed[at:end] = 0
-        count, is_same = 1, True
-        while is_same and count < len(rows):
-            differs = ((rows[count : count + min(4 * count, _AT_ONCE)] ^ rows[0]) & fixed).any(axis=1)
-            is_same = not differs.any()
-            count += len(differs) if is_same else int(differs.argmax())
-        self.stream.seek(start + count * width)
-        none = np.empty((count, 0), np.int32)
+    def _rows(self, first: re.Match[bytes], count: int | None) -> dict[str, Integers]:
+        """Take so many rows, or all, that differ from the first in numbers only; return the numbers of each group."""
+        places = {name: list(_numbers(first, name)) for name in first.groupdict()}
+        fixed = bytearray(first[0])
+        found: dict[int, list[Integers]] = {}
+        for at, end, kind in itertools.chain.from_iterable(places.values()):
+            fixed[at:end], found[at] = bytes(end - at), [np.empty(0, kind)]
+        width, begin, taken, is_same = len(fixed), self.stream.tell(), 0, True
+        while is_same and taken != count:
+            most = 4 * taken + 8 if count is None else count - taken
+            raw = bytearray(self.stream.read(width * min(most, _AT_ONCE)))
+            rows = np.ndarray((len(raw) // width, width), np.uint8, raw)
+            for at, end, kind in itertools.chain.from_iterable(places.values()):
+                column = rows[:, at:end].view(kind)[:, 0]
+                found[at].append(column.copy())
+                column[:] = 0
+            same = len(rows)
+            if rows.tobytes() != fixed * same:
+                same = int((rows != np.frombuffer(fixed, np.uint8)).any(axis=1).argmax())
+            is_same = 0 < same == len(rows)
+            taken += same
+        self.stream.seek(begin + taken * width)
+        none = np.empty((taken, 0), np.int32)
         return {
-            name: np.hstack([none, *(np.ascontiguousarray(rows[:count, at:end]).view(kind) for at, end, kind in found)])
-            for name, found in groups.items()
+            name: np.hstack([none, *(np.concatenate(found[at])[:taken, None] for at, _, _ in of_name)])
+            for name, of_name in places.items()
         }
 
     dispatch: ClassVar[dict[int, Any]] = Operations(RestrictedUnpickler.dispatch | {pickle.MARK[0]: _mark})
@@ -133,14 +146,14 @@ class _MetadataUnpickler(RestrictedUnpickler):
 
 def _numbers(first: re.Match[bytes], name: str) -> Iterator[tuple[int, int, str]]:
     """Yield the place in the row, and the kind, of each number of a group."""
-    at, end = (place - first.start() for place in first.span(name))
+    at, end = first.span(name)
     while at < end:
         before, kind = (2, "<i8") if first[0][at : at + 1] == pickle.LONG1 else (1, "<i4")
         yield at + before, at + before + int(kind[-1]), kind
         at += before + int(kind[-1])
 
 
-def load_metadata(raw: bytes, where: str) -> Any:
+def load_metadata(stream: BinaryIO, where: str) -> Any:
     """Read the pickle in the `.metadata` of torch.distributed.checkpoint; Megatron's additions are kept as `Opaque`."""
     with reading(where):
-        return _MetadataUnpickler(raw, where).load()
+        return _MetadataUnpickler(stream, where).load()

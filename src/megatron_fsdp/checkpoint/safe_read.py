@@ -26,7 +26,7 @@ import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, BinaryIO, ClassVar, cast
 
 import numpy as np
 import torch
@@ -47,9 +47,14 @@ _MAX_JSON_BYTES = 1 << 30
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def open_file(path: Path) -> io.BufferedReader:
-    """Open a regular file, or a link to one, for reading."""
-    return open(path, "rb", opener=only_regular)  # Path.open takes no opener
+def open_file(path: Path, at_most: int = 1 << 62) -> io.BufferedReader:
+    """Open a regular file of `at_most` so many bytes, or a link to one, for reading."""
+    file = open(path, "rb", opener=only_regular)  # noqa: SIM115 - Path.open takes no opener
+    nbytes = os.fstat(file.fileno()).st_size
+    if nbytes > at_most:
+        file.close()
+        raise OSError(errno.EFBIG, f"it has {nbytes} bytes, and {at_most} is the most that is read", str(path))
+    return file
 
 
 def only_regular(path: str, flags: int) -> int:
@@ -64,11 +69,8 @@ def only_regular(path: str, flags: int) -> int:
 
 def read_file(path: Path, at_most: int = MAX_OBJECT_BYTES) -> bytes:
     """Return the contents of a regular file."""
-    with open_file(path) as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        if nbytes > at_most:
-            raise OSError(errno.EFBIG, f"it has {nbytes} bytes, and {at_most} is the most that is read", str(path))
-        return file.read(nbytes)
+    with open_file(path, at_most) as file:
+        return file.read(os.fstat(file.fileno()).st_size)
 
 
 def resolve_inside(path: Path, folder: Path) -> Path:
@@ -275,10 +277,13 @@ class RestrictedUnpickler(pickle._Unpickler):
     pop_mark: Callable[[], list[Any]]
     read: Callable[[int], bytes]
 
-    def __init__(self, raw: bytes, where: str) -> None:
-        self.raw, self.stream, self.where = raw, io.BytesIO(raw), where
-        super().__init__(self.stream)
-        self._budget = ReadingBudget(len(raw), where)
+    def __init__(self, stream: BinaryIO, where: str) -> None:
+        self.stream, self.where = stream, where
+        super().__init__(stream)
+        nbytes = stream.seek(0, io.SEEK_END)
+        stream.seek(0)
+        self._file_read = lambda most: stream.read(min(most, nbytes))  # a file reserves all that is asked for
+        self._budget = ReadingBudget(nbytes, where)
         self._opaque: dict[tuple[str, str], type[Opaque]] = {}
 
     def load(self) -> Any:
@@ -376,7 +381,7 @@ class RestrictedUnpickler(pickle._Unpickler):
         target.update(self._budget.spend_on_keys(items))
 
     _ACTIONS: ClassVar[dict[bytes, Callable[[Any], Any]]] = {
-        pickle.FRAME: lambda self: self.read(8),  # frames need no care: all is in memory
+        pickle.FRAME: lambda self: self.read(8),  # frames need no care: their contents are read as all else
         pickle.LONG4: lambda _: _require(False, "a whole number of more than 255 bytes, which no checkpoint needs"),
         pickle.REDUCE: lambda self: self._call(),  # which others override
         pickle.NEWOBJ: lambda self: self._make(self.stack.pop(-2), self.stack.pop(), {}),
