@@ -1,12 +1,14 @@
 """The benchmark of thousands of ranks: its counts are those of arithmetic."""
 
-import json
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+
+from benchmarks.scale import STRATEGY, measure
 
 WIDTH, LAYERS = 64, 2
 
@@ -28,14 +30,8 @@ class Tiny(nn.Module):
 
 
 def case(ranks: int) -> dict[str, float]:
-    """Measure in a process of its own."""
-    code = (
-        "import json; from benchmarks.scale import STRATEGY, measure; from tests.benchmarks.test_scale import *; "
-        f"STRATEGY['fsdp_unit_modules'] = [nn.Linear]; print(json.dumps(measure('ours', Tiny, {ranks})))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    with mock.patch.dict(STRATEGY, fsdp_unit_modules=[nn.Linear]):
+        return measure("ours", Tiny, ranks)
 
 
 OBJECTS = 4  # iteration, options and class of the optimizer, sizes of the random states
@@ -53,7 +49,8 @@ FLAGS_BYTES = 48  # that ranks agree on when backward ends
     ],
 )
 def test_counts_are_those_of_arithmetic(ranks: int, shard: int, weight_boxes: int, bias_boxes: int) -> None:
-    found = case(ranks)
+    with ProcessPoolExecutor(1, get_context("forkserver")) as process:  # it is another number of ranks for good
+        found = process.submit(case, ranks).result()
     numel, slots = WIDTH * WIDTH + WIDTH, 3  # weights and two moments
     unit_bytes = 2 * shard * ranks
     assert found["padding"] == pytest.approx(shard * ranks / numel - 1, rel=1e-12)

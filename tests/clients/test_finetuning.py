@@ -10,9 +10,11 @@ import tokenizers
 import torch
 import transformers
 
+from tests.support.forked_programs import Program, in_folder
 from tests.support.on_ranks import fixed_seed
-from tests.support.real_torchrun import real_torchrun
+from tests.support.settling import LIMIT_S
 from tests.support.source_tree import ROOT
+from tests.support.train_program import environment
 
 pytest.importorskip("trl")
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"  # noqa: E501
@@ -45,7 +47,11 @@ def make_folder(folder: Path) -> None:
 
 
 def run(example: str, folder: Path, data: str, output: Path, *words: str) -> str:
-    return real_torchrun([str(ROOT / "examples" / example), str(folder), str(folder / data), str(output), *words])
+    named = (str(ROOT / "examples" / example), str(folder), str(folder / data), str(output))
+    program = Program(in_folder, [str(folder), "2", *named, *words], environment())
+    printed, errors = program.communicate(timeout=LIMIT_S)
+    assert program.returncode == 0, errors[-2000:]
+    return printed
 
 
 def loss_of_answers(folder: Path) -> float:
