@@ -253,7 +253,7 @@ def make_fsdp_dtensor(
     part = part_of("param", param, tp_mesh)
     shards = is_sharded_param, is_sharded_param and dist_index.hsdp_outer_dp_shard
     use = MeshUse(
-        sizes=tuple(mesh.mesh.shape),
+        sizes=tuple(mesh.shape),
         shard_dims=tuple(dim for dim, is_cut in zip(reversed(range(len(dims))), shards, strict=False) if is_cut),
         tensor_dim=None if tp_dim is None else len(dims),
     )

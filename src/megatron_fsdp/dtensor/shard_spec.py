@@ -480,7 +480,7 @@ def _part_of_dtensor(name: str, param: DTensor, mesh: DeviceMesh | None) -> Tens
             "device_mesh with that dimension and name it by tp_dim"
         )
     own = param.device_mesh
-    if own.ndim != 1 or own.mesh.tolist() != mesh.mesh.tolist():
+    if own != mesh and (own.ndim != 1 or own.mesh.tolist() != mesh.mesh.tolist()):
         raise ConfigurationError(
             f"{name} is a DTensor over the ranks {own.mesh.tolist()}, but tp_dim has the ranks {mesh.mesh.tolist()} "
             "here; parallelize modules over exactly the tensor-parallel mesh, and leave data parallelism to fully_shard"

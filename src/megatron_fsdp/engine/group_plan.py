@@ -230,7 +230,7 @@ class GroupPlan:
         is_sharded = [placement is Placement.SHARD for placement in self.placements.main_weight]
         mesh = self.rank_mesh.described_mesh
         use = MeshUse(
-            sizes=tuple(mesh.mesh.shape),
+            sizes=tuple(mesh.shape),
             shard_dims=tuple(dim for dim in reversed(range(len(is_sharded))) if is_sharded[dim]),
             tensor_dim=len(self.axes) if mesh.ndim > len(self.axes) else None,
         )

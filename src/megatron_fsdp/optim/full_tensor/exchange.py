@@ -142,7 +142,7 @@ class Ranks:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         """Use the mesh's group, or make one of all its ranks if it has several dimensions; then collective."""
-        self.coordinates = tuple(itertools.product(*map(range, mesh.mesh.shape)))  # of each rank, in group order
+        self.coordinates = tuple(itertools.product(*map(range, mesh.shape)))  # of each rank, in group order
         self.group = group_over(mesh, self)  # None for a single rank
         self.rank = 0 if self.group is None else dist.get_rank(self.group)  # this rank's place in the group
 
