@@ -145,6 +145,18 @@ def without_memory(
     return call
 
 
+def changed(change: Callable[[Any], object]) -> Call:
+    """A model that is another one."""
+
+    def call(bad: bool) -> None:
+        module = net()
+        if bad:
+            change(module)
+        fully_shard_model(module, fsdp_unit_modules=[nn.Linear])
+
+    return call
+
+
 def of_model(act: Callable[[Any], Any]) -> Call:
     """A call that gets something else than a model."""
 
@@ -372,6 +384,17 @@ def calls() -> dict[str, Call]:
         "model(check_for_nan_in_grad)": lambda bad: model(
             report_nan_in_param_grad=True, check_for_nan_in_grad=False if bad else None
         ),
+        "model(other strategy)": given("zero_dp_strategy", 2, 3),
+        "model(other units)": given("fsdp_unit_modules", [], [nn.Linear]),
+        "model(other dtype)": given(
+            "mixed_precision_policy", MixedPrecisionPolicy(main_grads_dtype=torch.float64), MixedPrecisionPolicy()
+        ),
+        "model(other factor)": given("calculate_per_token_loss", True, False),
+        "model(a buffer more)": changed(lambda module: module.register_buffer("counter", torch.zeros(1))),
+        "model(tied)": changed(lambda module: setattr(module[1], "weight", module[0].weight)),
+        "model(meta)": changed(lambda module: module.to("meta")),
+        "model(sharded)": changed(lambda module: setattr(module[0].weight, "_megatron_fsdp_model", None)),
+        "model(no parameters)": lambda bad: fully_shard_model(nn.ReLU() if bad else net()),
         "model(unknown)": lambda bad: model(**({"nothing": 1} if bad else {})),
         "model(wrapped)": lambda bad: fully_shard_model(nn.DataParallel(net()) if bad else net()),
         "fully_shard(no optimizer)": lambda bad: fully_shard(*([net()] if bad else both_of())),

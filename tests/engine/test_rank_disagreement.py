@@ -14,7 +14,6 @@ from torch import nn
 from megatron_fsdp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
-    MixedPrecisionPolicy,
     fully_shard,
     fully_shard_model,
 )
@@ -90,56 +89,6 @@ def test_different_models_are_refused_alike_on_every_rank() -> None:
         message = refusal(changed_on_one(change))
         assert message.startswith(f"ranks differ: {difference}"), message
         assert message.endswith("give the same on every rank")
-
-
-# ---- one rank asks for something else, or is the only one to see the mistake -----------------------------------------
-
-
-def other_tying() -> None:
-    model = build()
-    if not on_rank_one():
-        model.layers[1].linear.weight = model.layers[0].linear.weight
-    shard(model)
-
-
-def meta_on_one_rank() -> None:
-    with torch.device("meta" if on_rank_one() else "cpu"):
-        model = Net()
-    shard(model)
-
-
-def foreign_optimizer_on_one_rank() -> None:
-    model = build()
-    owner = build() if on_rank_one() else model
-    fully_shard(model, torch.optim.SGD(owner.parameters(), lr=0.1), mesh(), fsdp_unit_modules=[Layer])
-
-
-def other_precision() -> None:
-    shard(build(), mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=(None, torch.float64)[on_rank_one()]))
-
-
-CHOICES: dict[str, Callable[[], None]] = {
-    "strategy": lambda: shard(build(), zero_dp_strategy=2 + on_rank_one()),
-    "units": lambda: shard(build(), fsdp_unit_modules=[nn.Linear] if on_rank_one() else [Layer]),
-    "precision": other_precision,
-    "gradient factor": lambda: shard(build(), calculate_per_token_loss=on_rank_one()),
-    "one buffer more": changed_on_one(lambda net: net.register_buffer("counter", torch.zeros(1))),
-    "buffer shape": changed_on_one(lambda net: net.register_buffer("offset", torch.ones(5))),
-    "tying": other_tying,
-    "seen by one: meta": meta_on_one_rank,
-    "seen by one: no parameters": lambda: shard(nn.ReLU() if on_rank_one() else build(), fsdp_unit_modules=None),
-    "seen by one: unit class": lambda: shard(build(), fsdp_unit_modules=[nn.Conv2d] if on_rank_one() else [Layer]),
-    # As a sharded parameter carries:
-    "seen by one: sharded": changed_on_one(lambda net: setattr(net.gain, "_megatron_fsdp_model", None)),
-    "seen by one: optimizer": foreign_optimizer_on_one_rank,
-}
-
-
-@on_ranks(2)
-def test_different_choices_and_what_one_rank_sees_are_refused_alike_on_every_rank() -> None:
-    for name, choose in CHOICES.items():
-        message = refusal(choose)
-        assert "rank" in message or name.startswith("seen by one"), name
 
 
 @on_ranks(4)

@@ -60,25 +60,6 @@ def test_backward_adds_to_clipped_gradients(run_ranks: RunRanks) -> None:
     check_strategies(run_ranks, 2, scenario, [Setting(strategy) for strategy in (1, 2)])
 
 
-def scale_and_clip(run: Run) -> None:
-    """A factor on gradients that are visible, and on a sum whose reduction is deferred."""
-    for index, factor in enumerate((4.0, 0.5)):
-        with run.no_sync():
-            run.loss(3 * index).backward()
-        run.scale(factor)
-        run.loss(3 * index + 1).backward()
-        run.scale(1.0 / factor)
-        run.loss(3 * index + 2).backward()
-        run.scale(factor)
-        run.note("norm", {"norm": clip(run, SMALL, 3.5, by_model=True)})
-        run.step()
-
-
-def test_scaling_reaches_visible_and_deferred_gradients(run_ranks: RunRanks) -> None:
-    scenario = Scenario(scale_and_clip, MODEL_CASES["unused"])
-    check_strategies(run_ranks, 3, scenario, [Setting(strategy) for strategy in (0, 3)])
-
-
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(strategy: int) -> None:
