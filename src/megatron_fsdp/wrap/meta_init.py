@@ -71,8 +71,7 @@ def own_part(full: torch.Tensor, original: nn.Parameter) -> torch.Tensor:
     """
     if not isinstance(original, DTensor):
         return full.detach()
-    cut = distribute_tensor(full.detach(), original.device_mesh, original.placements, src_data_rank=None)
-    return cut.to_local()
+    return distribute_tensor(full.detach(), original.device_mesh, original.placements, src_data_rank=None).to_local()
 
 
 def _marker(dtype: torch.dtype) -> float | int | bool:

@@ -253,7 +253,6 @@ def _check_options(sharding: ModelSharding) -> None:
     options, dense = sharding.options, sharding.dense.rank_mesh
     is_tensor_parallel = dense.tensor_parallel is not None and dense.tensor_parallel.size() > 1
     shares_outer = len(dense.axes) > 1 and options.outer_strategy is not ShardingStrategy.no_shard
-    deterministic = options.deterministic
     if options.reduce_scatter_with_fp32_accumulation and ShardingStrategy.no_shard in options.strategies:
         raise ConfigurationError(
             "reduce_scatter_with_fp32_accumulation=True needs a reduce-scatter, but zero_dp_strategy=0 (no_shard) "
@@ -273,8 +272,8 @@ def _check_options(sharding: ModelSharding) -> None:
         reason = "tensor parallelism cuts the sums inside of matrix products; use a mesh without a tensor-parallel axis"
     elif sharding.experts is not None:
         reason = "which tokens an expert computes together depends on the ranks; leave expt_device_mesh (ep_size) out"
-    if deterministic is not None and reason is not None:
-        raise ConfigurationError(f'deterministic="{deterministic}" cannot hold here: {reason}')
+    if options.deterministic is not None and reason is not None:
+        raise ConfigurationError(f'deterministic="{options.deterministic}" cannot hold here: {reason}')
     if shares_outer and options.offload.compute_weights:
         raise ConfigurationError(
             "offload has compute_weights, and outer ranks share out the main weights (HFSDP), whose gathers "
@@ -360,10 +359,9 @@ def _check_meta(module: nn.Module, params: Mapping[str, nn.Parameter], init_meta
             f"init_model_with_meta_device={init_meta!r}; give True, False, or {ALLOCATE_ONLY!r} for shards that are "
             "filled afterwards"
         )
-    if init_meta == ALLOCATE_ONLY:
-        return
     if init_meta:
-        check_can_initialise(module)
+        if init_meta != ALLOCATE_ONLY:
+            check_can_initialise(module)
         return
     for kind, tensors in (("parameters", params), ("buffers", dict(module.named_buffers()))):
         meta = [name for name, tensor in tensors.items() if tensor.is_meta]
