@@ -286,7 +286,7 @@ class MegatronFSDP(nn.Module):
         plan = self._engine.unit_plan
         count, source = len(plan.units) - 1, plan.source.removeprefix("given classes ")
         logger.info("%d unit%s (%s) beside the root", count, "" if count == 1 else "s", source)
-        if ShardingStrategy.optim_grads_params in options.strategies:
+        if any(strategy.shards_compute_weights for strategy in options.strategies):
             # `generate` of transformers then goes on until all ranks are done, and layers that it drops by chance run.
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
         refuse_torch(self)

@@ -29,11 +29,12 @@ from megatron_fsdp.sharding.placement import (
     held_region,
     placements_for,
     shard_count,
+    strategies_of,
 )
 from megatron_fsdp.sharding.units import GroupKey, ParameterGroupSpec, ParameterInfo
 
 R, S = Placement.REPLICATE, Placement.SHARD
-NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS = ShardingStrategy
+NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS, *_MORE = ShardingStrategy
 
 
 def test_what_cannot_be_sharded_over_the_outer_axis_is_refused() -> None:
@@ -50,6 +51,14 @@ def test_what_cannot_be_sharded_over_the_outer_axis_is_refused() -> None:
         'outer_dp_sharding_strategy="optim" shards further what zero_dp_strategy shards, which is nothing under '
         '"no_shard"; use "optim", "optim_grads" or "optim_grads_params" inside, or "no_shard" outside.'
     )
+
+
+def test_placements_name_the_strategies_that_give_them() -> None:
+    for inner in ShardingStrategy:
+        for outer in (None, NO_SHARD, *([OPTIM] if inner.shards_main_weights else [])):
+            assert strategies_of(placements_for(inner, outer)) == (inner, outer)
+    whole = placements_for(NO_SHARD)
+    assert strategies_of(replace(whole, compute_weight=(S,))) == (None, None)  # has no name
 
 
 # ---- what each rank holds of a flat buffer ---------------------------------------------------------------------------

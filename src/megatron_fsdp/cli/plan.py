@@ -355,7 +355,7 @@ def _setup_of_job(job: Job) -> Setup:
             "that are left: give a divisor"
         )
     # As the trainer's engine, and with the defaults of arguments that the trainer leaves alone.
-    defers = resolved.strategy <= ShardingStrategy.optim and job.options.training.deterministic is None
+    defers = not resolved.strategy.shards_gradients and job.options.training.deterministic is None
     return Setup(
         ParallelRanks(sizes.data // instances, instances, sizes.tensor, sizes.context, sizes.pipeline, sizes.expert),
         resolved.strategy,

@@ -31,10 +31,23 @@ class ShardingStrategy(enum.IntEnum):
     Clients may write the names in capitals, too.
     """
 
-    no_shard = 0
-    optim = 1
-    optim_grads = 2
-    optim_grads_params = 3
+    shards_main_weights: bool  # and the optimizer's state
+    shards_gradients: bool  # between microbatches
+    shards_compute_weights: bool  # between uses
+
+    def __new__(
+        cls, number: int, main_weights: bool = False, gradients: bool = False, compute_weights: bool = False
+    ) -> Self:
+        """Return the member with a number; the rest says which buffers it shards."""
+        member = int.__new__(cls, number)
+        member._value_, member.shards_main_weights = number, main_weights
+        member.shards_gradients, member.shards_compute_weights = gradients, compute_weights
+        return member
+
+    no_shard = 0, False, False, False
+    optim = 1, True, False, False
+    optim_grads = 2, True, True, False
+    optim_grads_params = 3, True, True, True
     NO_SHARD = no_shard
     OPTIM = optim
     OPTIM_GRADS = optim_grads

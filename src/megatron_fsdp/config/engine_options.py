@@ -196,7 +196,7 @@ class EngineOptions:
     def reduces_early(self) -> bool:
         """True if units are reduced during backward, and not all at its end."""
         return not self.delay_wgrad_compute and (
-            self.overlap_grad_reduce or max(self.strategies) >= ShardingStrategy.optim_grads
+            self.overlap_grad_reduce or any(each.shards_gradients for each in self.strategies)
         )
 
     def check_capture(self) -> None:
@@ -238,7 +238,7 @@ def with_weight_format(policy: MixedPrecisionPolicy, config: DistributedDataPara
     return policy if chosen is None or policy.weight_format is not None else replace(policy, weight_format=chosen)
 
 
-def strategies_of(config: DistributedDataParallelConfig) -> tuple[ShardingStrategy, ...]:
+def configured_strategies(config: DistributedDataParallelConfig) -> tuple[ShardingStrategy, ...]:
     """Return the strategies of dense parameters and of experts, where these have one of their own."""
     names = ("data_parallel_sharding_strategy", "data_parallel_sharding_strategy_experts")
     given = [(getattr(config, name), name) for name in names]
@@ -247,7 +247,7 @@ def strategies_of(config: DistributedDataParallelConfig) -> tuple[ShardingStrate
 
 def engine_options_of(config: DistributedDataParallelConfig, policy: MixedPrecisionPolicy) -> EngineOptions:
     """Build EngineOptions from a config alone."""
-    strategy, *of_experts = strategies_of(config)
+    strategy, *of_experts = configured_strategies(config)
     return EngineOptions(
         strategy=strategy,
         strategy_experts=of_experts[0] if of_experts else None,
@@ -325,7 +325,7 @@ class MemoryArguments:
 
 def resolve_memory_options(given: MemoryArguments, config: DistributedDataParallelConfig) -> MemoryOptions:
     """Check the memory arguments and the configuration together, and build the memory options."""
-    strategy = max(strategies_of(config))
+    strategy = max(configured_strategies(config))
     allocator, idle = _allocator(given, config, strategy)
     if config.disable_symmetric_registration and not config.nccl_ub:
         idle += ("disable_symmetric_registration=True has no effect without nccl_ub=True; set both or neither",)
@@ -393,7 +393,7 @@ def _allocator(
     if not doubled:
         return WeightAllocator(name), idle
     option = "maxpool_double_buffer" if max_pool else "fsdp_double_buffer"
-    if strategy != ShardingStrategy.optim_grads_params:  # accepted there, as in the published package
+    if not strategy.shards_compute_weights:  # accepted there, as in the published package
         if config.nccl_ub and not persistent and not max_pool:
             return WeightAllocator.SLOTS, ()  # only implied
         reason = f"under {strategy.name}, where every rank holds whole weights; leave it out, or use optim_grads_params"
@@ -424,7 +424,7 @@ def _depths(
                 f"max_gathered_units={limit} contradicts a double buffer, which holds {_SLOTS} units; leave it out."
             )
     most = _SLOTS if allocator in DOUBLE_BUFFERS else limit
-    prefetches = config.overlap_param_gather or strategy == ShardingStrategy.optim_grads_params
+    prefetches = config.overlap_param_gather or strategy.shards_compute_weights
     depths = []
     for name, depth in (
         ("forward_prefetch_units", given.forward_prefetch_units),
@@ -492,7 +492,7 @@ def _fine_grained(
 
 
 def _needs_sharded_weights(option: str, strategy: ShardingStrategy) -> None:
-    if strategy != ShardingStrategy.optim_grads_params:
+    if not strategy.shards_compute_weights:
         raise ConfigurationError(
             f"{option} has no effect under {strategy.name}, where every rank holds whole weights; leave it out or use "
             "optim_grads_params (3)."
@@ -541,8 +541,7 @@ def resolve_offload(given: OffloadArgument, strategy: ShardingStrategy) -> Offlo
     if given is None or kind_given == "OffloadPolicy":
         return Offload()
     if kind_given == "CPUOffloadPolicy" or given == "all":
-        is_sharded = strategy is ShardingStrategy.optim_grads_params
-        given = ("main_weights", "compute_weights") if is_sharded else ("main_weights",)
+        given = ("main_weights", "compute_weights") if strategy.shards_compute_weights else ("main_weights",)
     is_listed = isinstance(given, Mapping | Sequence) and not isinstance(given, str | bytes)
     if not is_listed or not all(isinstance(kind, str) for kind in given):
         raise ConfigurationError(
@@ -576,7 +575,7 @@ def _check_offload(offload: Offload, strategy: ShardingStrategy) -> None:
             "the optimizer steps where the main weights rest and keeps its state there, so give both the same or "
             "leave optimizer_state out"
         )
-    if offload.compute_weights and strategy is not ShardingStrategy.optim_grads_params:
+    if offload.compute_weights and not strategy.shards_compute_weights:
         raise ConfigurationError(
             f"offload has compute_weights, and strategy {strategy.name} computes with whole weights that are there "
             "all the time; use zero_dp_strategy 3, or leave compute_weights out"

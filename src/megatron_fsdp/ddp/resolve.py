@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig, ShardingStrategy, resolve_strategy
-from megatron_fsdp.config.engine_options import default_bucket_numel, strategies_of, with_weight_format
+from megatron_fsdp.config.engine_options import configured_strategies, default_bucket_numel, with_weight_format
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.ddp.buckets import GatherMode
 from megatron_fsdp.errors import ConfigurationError
@@ -100,8 +100,8 @@ def _strategy(config: DistributedDataParallelConfig) -> ShardingStrategy:
 
 def _refuse_without_effect(config: DistributedDataParallelConfig, strategy: ShardingStrategy) -> None:
     """Raise if a field is set that has no effect beside the others."""
-    units, shards = config.use_megatron_fsdp, strategy >= ShardingStrategy.optim
-    gathers_shards = min((strategy, *strategies_of(config)[1:])) is ShardingStrategy.optim_grads_params
+    units, shards = config.use_megatron_fsdp, strategy.shards_main_weights
+    gathers_shards = all(each.shards_compute_weights for each in (strategy, *configured_strategies(config)[1:]))
     how = "without a sharding strategy" if units else "without use_distributed_optimizer=True"
     few_bits = (
         "without sharded weights, which alone are gathered in few bits; set use_megatron_fsdp=True and "
@@ -217,5 +217,5 @@ def _notes(config: DistributedDataParallelConfig, strategy: ShardingStrategy, bu
         yield "linears multiply float8 weights (weight_format='fp8_compute'): keep_fp8_transpose_cache"
     if config.grad_reduce_in_fp32:
         yield "gradients accumulate and are reduced in torch.float32: grad_reduce_in_fp32"
-    if config.use_megatron_fsdp and strategy >= ShardingStrategy.optim_grads and not config.overlap_grad_reduce:
+    if config.use_megatron_fsdp and strategy.shards_gradients and not config.overlap_grad_reduce:
         yield f"overlap_grad_reduce is always on with {strategy.name}"

@@ -324,7 +324,7 @@ def encoded_parameters(
     if not patterns:
         return {}
     asked = f"weight_format={policy.weight_format!r}"
-    if strategy is not ShardingStrategy.optim_grads_params:
+    if not strategy.shards_compute_weights:
         raise ConfigurationError(
             f"{asked} is a format of sharded weights, and strategy {strategy.name} keeps them whole; use "
             "zero_dp_strategy 3 (optim_grads_params) or leave it out"

@@ -119,7 +119,7 @@ def find_tensor_extensions(module: nn.Module, sharding: ModelSharding) -> dict[s
     found = {name: tensor_extension_of(name, param, owners[id(param)]) for name, param in module.named_parameters()}
     extensions = {name: extension for name, extension in found.items() if extension is not None}
     options, reason = sharding.options, None
-    if (strategy := min(options.strategies)) is not ShardingStrategy.optim_grads_params:
+    if not (strategy := min(options.strategies)).shards_compute_weights:
         reason = f"with strategy {strategy.name}, which gathers none; use zero_dp_strategy 3"
     elif sharding.dense.rank_mesh.tensor_parallel is not None or sharding.experts is not None:
         reason = "beside tensor or expert parallelism, whose ranks would have to agree on its scales, too"

@@ -411,7 +411,7 @@ class _Replay:
         for microbatch in range(self._setup.microbatches):
             self._mode = self._setup.mode(is_last=microbatch == self._setup.microbatches - 1)
             for unit in self._units:
-                unit.sync_scope = self._mode.sync_scope(self._setup.strategy >= 2)
+                unit.sync_scope = self._mode.sync_scope(self._setup.strategy.shards_gradients)
             for segment in self._profile.segments:
                 self._segment(segment)
         borrowed = step_bytes(self._model)

@@ -304,9 +304,8 @@ def flags(plan: Plan) -> list[str]:
         "--sequence-parallel": ranks.tp > 1 and setup.sequence_parallel,
         "--bf16": compute is torch.bfloat16,
         "--fp16": compute is torch.float16,
-        "--overlap-param-gather": setup.strategy < ShardingStrategy.optim_grads_params
-        and setup.memory.forward_prefetch_units > 0,
-        "--overlap-grad-reduce": setup.strategy < ShardingStrategy.optim_grads and setup.overlap_grad_reduce,
+        "--overlap-param-gather": not setup.strategy.shards_compute_weights and setup.memory.forward_prefetch_units > 0,
+        "--overlap-grad-reduce": not setup.strategy.shards_gradients and setup.overlap_grad_reduce,
         "--recompute-granularity": recompute in ("full", "selective") and [recompute],
         "--recompute-method": is_full and ["uniform"],
         "--recompute-num-layers": is_full and [1],
@@ -337,7 +336,7 @@ def without_flags(plan: Plan) -> list[str]:
     """List the parts of a plan for which the trainer has no flag."""
     setup = plan.setup
     is_usual = setup.optimizer.name in ("adamw-fused", *_OF_TRAINER)
-    accumulation = "last" if setup.strategy <= ShardingStrategy.optim else "every"
+    accumulation = "every" if setup.strategy.shards_gradients else "last"
     found = {
         f"--optimizer {setup.optimizer.name} (its AdamW is adamw-fused)": not is_usual,
         f"recompute {setup.recompute}": setup.recompute not in ("none", "full", "selective"),

@@ -299,7 +299,7 @@ class Setup:
     @property
     def reduces_early(self) -> bool:
         """True if gradients are reduced during backward."""
-        return self.overlap_grad_reduce or self.strategy >= ShardingStrategy.optim_grads
+        return self.overlap_grad_reduce or self.strategy.shards_gradients
 
 
 def make_setup(ranks: Ranks, **options: Any) -> Setup:

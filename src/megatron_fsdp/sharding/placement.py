@@ -60,10 +60,9 @@ def placements_for(inner: ShardingStrategy, outer: ShardingStrategy | None = Non
 
     `outer` is that on the hybrid axis (``dp_outer_dim``): ``no_shard`` (HSDP) or ``optim`` (HFSDP); None: no such axis.
     """
-    # Each higher strategy shards one more buffer.
-    weight = _S if inner >= ShardingStrategy.optim_grads_params else _R
-    accumulated = _S if inner >= ShardingStrategy.optim_grads else _P
-    main = _S if inner >= ShardingStrategy.optim else _R
+    weight = _S if inner.shards_compute_weights else _R
+    accumulated = _S if inner.shards_gradients else _P
+    main = _S if inner.shards_main_weights else _R
     if outer is None:
         return Placements((weight,), (accumulated,), (main,), (main,))
     if outer not in (ShardingStrategy.no_shard, ShardingStrategy.optim):
@@ -82,11 +81,11 @@ def placements_for(inner: ShardingStrategy, outer: ShardingStrategy | None = Non
     return Placements((_R, weight), (_P, accumulated), (after_sync, main), (after_sync, main))
 
 
-def strategies_of(placements: Placements) -> tuple[ShardingStrategy, ShardingStrategy | None]:
-    """Return the strategies on the sharding and on the hybrid axis (None: no such axis) that place buffers so."""
-    # Each higher strategy shards one more buffer.
-    buffers = (placements.main_weight, placements.accumulated_grad, placements.compute_weight)
-    inner = ShardingStrategy(sum(buffer[-1] is _S for buffer in buffers))
+def strategies_of(placements: Placements) -> tuple[ShardingStrategy | None, ShardingStrategy | None]:
+    """Return the strategies on the sharding and on the hybrid axis that place buffers so; None where there is none."""
+    buffers = (placements.compute_weight, placements.accumulated_grad, placements.main_grad, placements.main_weight)
+    on_inner = Placements(*(buffer[-1:] for buffer in buffers))
+    inner = next((strategy for strategy in ShardingStrategy if placements_for(strategy) == on_inner), None)
     if len(placements.main_weight) == 1:
         return inner, None
     return inner, ShardingStrategy.optim if placements.main_weight[0] is _S else ShardingStrategy.no_shard

@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from megatron_fsdp.config.ddp_config import ShardingStrategy
-from megatron_fsdp.config.engine_options import strategies_of
+from megatron_fsdp.config.engine_options import configured_strategies
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.chained import ChainedOptimizer
@@ -144,10 +143,9 @@ class Trained:
         self.is_deterministic = training.deterministic is not None
         self._sums = strategy is not None and sums_over_ranks(job)
         # Strategies that do not shard gradients reduce them once a step, unless each microbatch is added by itself.
-        most = (
-            ShardingStrategy.no_shard if self.inside is None else max(strategies_of(self.inside.resolved.engine_config))
-        )
-        self.defers = strategy is not None and most <= ShardingStrategy.optim and not self.is_deterministic
+        strategies = () if self.inside is None else configured_strategies(self.inside.resolved.engine_config)
+        shards_gradients = any(each.shards_gradients for each in strategies)
+        self.defers = strategy is not None and not shards_gradients and not self.is_deterministic
         self.device, self.data_index, self.data_size = place.device, place.data_index, place.data_size
         self.scale = LossScale(max(1.0, training.initial_loss_scale)) if training.fp16 else None
         self._place = place
