@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_fsdp.config.precision import MixedPrecisionPolicy, is_float8tensor, is_te_tensor
+from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES, MixedPrecisionPolicy, is_float8tensor, is_te_tensor
 from megatron_fsdp.errors import NotSupportedYetError
 
 __all__ = ["MixedPrecisionPolicy", "is_blockwise_float8tensor", "is_float8tensor", "is_te_min_version"]
@@ -40,7 +40,7 @@ def __getattr__(name: str) -> object:
     def refuse(*_: object, **__: object) -> None:
         raise NotSupportedYetError(
             f"{name} handles tensors of TransformerEngine, which this version does not; for weights in few bits give "
-            'MixedPrecisionPolicy a weight_format: "fp8", "mxfp8" or "nvfp4"'
+            f"MixedPrecisionPolicy a weight_format: {', '.join(WEIGHT_FORMAT_NAMES)}"
         )
 
     refuse.__name__ = name

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_fsdp.checkpoint.background import BackgroundSaver
 from megatron_fsdp.checkpoint.save import SealingWriter
 from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.checkpoint.verify import verify
+from megatron_fsdp.comm.groups import timeout_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.test_load import step, wrap
 from tests.support.dcp_contents import state_of
@@ -207,6 +209,16 @@ def take_down(root: str) -> str:
     with pytest.raises(CheckpointError) as caught:
         checkpoints.close()
     return str(caught.value)
+
+
+@on_ranks(2)
+def test_the_group_of_the_thread_has_the_timeout_of_the_given_one() -> None:
+    group = dist.new_group(backend="gloo", timeout=timedelta(minutes=7))
+    for given in (group, None):
+        with closing(BackgroundSaver(given)) as saver:
+            assert saver.group is not None
+            assert timeout_of(saver.group) == timeout_of(given or dist.group.WORLD)
+    assert timeout_of(group) == timedelta(minutes=7)
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES
 from megatron_fsdp.sharding.layout import plan_layout
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 from tools.padding_table import groups
@@ -19,6 +20,10 @@ E4M3 = sorted(
     | {Fraction(8 + m, 8) * Fraction(2) ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)}
 )
 E2M1 = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]
+
+
+def test_policies_take_the_names_of_all_formats() -> None:
+    assert tuple(WEIGHT_FORMATS) == WEIGHT_FORMAT_NAMES
 
 
 def nearest(value: float, magnitudes: list[Fraction]) -> Fraction:

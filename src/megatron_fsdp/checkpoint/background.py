@@ -13,13 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_fsdp.checkpoint.report import decided_by_first, together
 from megatron_fsdp.comm.agreement import world_size_of
-from megatron_fsdp.comm.groups import duplicate_group
+from megatron_fsdp.comm.groups import duplicate_group, timeout_of
 from megatron_fsdp.dtensor.shard_spec import carry_description
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, MegatronFSDPError, RankError
@@ -254,10 +255,11 @@ def _gloo_copy(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Make a gloo group of the same ranks; return None if this process is alone."""
     if world_size_of() == 1:
         return None
+    timeout = timeout_of(group or distributed_c10d._get_default_group())
     if group is None:
-        return dist.new_group(backend="gloo")
+        return dist.new_group(backend="gloo", timeout=timeout)
     name = decided_by_first(lambda: f"megatron_fsdp_background_save_{uuid.uuid4().hex}", "making a group", group)
-    return duplicate_group(group, name, "gloo")
+    return duplicate_group(group, name, "gloo", timeout)
 
 
 def _warn_of_unraised(saves: Sequence[Future[None]]) -> None:

@@ -181,9 +181,11 @@ class ShardSpec:
 
     @property
     def advice(self) -> str:
-        """The advice for an operation that needs the whole parameter; empty if its unit is unknown."""
+        """The advice for an operation that needs the whole parameter; empty if no forward runs and no unit is known."""
         if self.belongs is None:
-            return ""
+            running = _running_module()
+            late = "where it was sharded by one call per unit, it runs only after its context or finish_in_place"
+            return f"; {running} called it: {late}" if running else ""
         name, owner = self.belongs
         reader = _running_module()
         read = f", and was read in the forward of {reader}" if reader else ""

@@ -377,7 +377,9 @@ def shard_in_place(
 
     Args:
         modules: One module, or several that are gathered with the first of them.
-        sharding: Of all parameters but those in `apart`.
+        sharding: Of all parameters but those in `apart`. Of its options these are read here: the dtypes (`policy`),
+            those of gradient factors, `deterministic`, `numel_multiple`, `megatron_fsdp_use_decoupled_grad`,
+            `megatron_fsdp_cuda_graph_mode` and `offload`; all others by `finish_in_place`.
         mode: When gradients are reduced.
         known: Plans of the calls before; added to.
         ignored: Ids of parameters that stay as they are.
@@ -386,18 +388,21 @@ def shard_in_place(
         apart: By the id of an original its sharding.
 
     Raises:
-        ConfigurationError: A parameter belongs to another unit, too, or is lazy.
+        ConfigurationError: A parameter belongs to another unit, too, or is sharded already, or is lazy.
     """
     label = type(modules[0]).__name__
     tree = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     paths = {"": modules[0]} if len(modules) == 1 else {str(index): each for index, each in enumerate(modules)}
     owned = _owned_parameters(tree, ignored)
     _check_parameters(owned, label)
+    originals = dict(owned)
     formats_here = {name: formats[id(param)] for name, param in owned.items() if id(param) in formats}
     apart_here = {name: apart[id(param)] for name, param in owned.items() if id(param) in apart}
     model = ModelSharding(sharding, weight_formats=formats_here, lookups=looked_up(tree), apart=apart_here)
     plans = with_offload([plan_unit(owned, tuple(paths), model, known.plans)], sharding.options.offload)[0]
     unit = shard_unit(label, paths, plans, owned, parameter_owners(tree), mode, known, objects=objects)
+    for name, param in originals.items():
+        setattr(param, REPLACED, f"{name} of {label}")
     for module in modules:
         module.__dict__[_UNIT] = unit
     return unit
@@ -428,6 +433,10 @@ def _check_parameters(params: Mapping[str, nn.Parameter], label: str) -> None:
                 f"{name} of {label} is tied to {taken}, which another unit owns already, and would be two parameters "
                 "from now on; shard the modules that share it by one call"
             )
+        if isinstance(param, UnevenDTensor):
+            raise ConfigurationError(
+                f"{name} of {label} is sharded already; shard a module once, and inner modules before those around them"
+            )
         if isinstance(param, UninitializedParameter):
             raise ConfigurationError(
                 f"{name} of {label} is not initialised yet; run one forward before sharding, so that lazy modules know "
@@ -452,6 +461,7 @@ def finish_in_place(
 ) -> Engine:
     """Make the engine of modules that were sharded in place, and hand it to them. Collective.
 
+    `options`: of memory and schedule, checks and observers; those that shaped the groups were in their `Sharding`.
     `roots` are the outermost sharded modules, in the order in which a forward calls them; where there are several,
     `mode` has the switches of the empty root unit. `error` is this rank's, with which it cannot go on: raised on all.
     `source` says how the units were found.
