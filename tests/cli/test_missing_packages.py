@@ -71,7 +71,7 @@ WITHOUT_ANYTHING: dict[tuple[str, ...], str | None] = {
     ("checkpoint", "convert", "nowhere", "out", "--verify"): "nowhere is not a folder",
     ("trace", "nowhere"): "nowhere is not a folder",
     ("hang", "nowhere"): "nowhere is not a folder",
-    ("doctor", "some:model", "--batch", "some:batch"): "No module named 'some'",
+    ("doctor", "some:model", "--batch", "some:batch", "--ranks", "1"): "No module named 'some'",
     **{("train", "--preset", name): f"the trainer needs {TOKENIZERS}" for name in list(PRESETS)[:1]},
     ("train", "--help"): f"the trainer needs {TOKENIZERS}",
     **{("plan", name): MODEL for name in list(MODELS)[:2]},
