@@ -31,7 +31,7 @@ from benchmarks.contenders import (
     WIRES,
 )
 from benchmarks.launching import write_document
-from benchmarks.page import PUBLISHED, TABLES, render, render_tables
+from benchmarks.page import PUBLISHED, SCALE, TABLES, render, render_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 _DISAGREEMENT = 1
@@ -188,7 +188,7 @@ def _performed(chosen: Sequence[Run], folder: Path, until: float) -> tuple[dict[
 def publish(results: Mapping[str, Any], failures: Mapping[str, str], root: Path = ROOT) -> None:
     """Write the results into the repository, and the pages made from them."""
     write_document({"results": results, "failures": failures}, root / PUBLISHED)
-    (root / "docs" / "performance.md").write_text(render(published(root)), encoding="utf-8")
+    (root / "docs" / "performance.md").write_text(render(published(root), published_scale(root)), encoding="utf-8")
     (root / TABLES).write_text(render_tables(published(root)), encoding="utf-8")
 
 
@@ -196,6 +196,12 @@ def published(root: Path = ROOT) -> dict[str, Any]:
     """Return the published results, if any."""
     file = root / PUBLISHED
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["results"] if file.exists() else {}
+    return found
+
+
+def published_scale(root: Path = ROOT) -> list[dict[str, Any]]:
+    """Return the published cases of many ranks."""
+    found: list[dict[str, Any]] = json.loads((root / SCALE).read_text(encoding="utf-8"))["cases"]
     return found
 
 

@@ -10,9 +10,12 @@ from benchmarks.operators import engine_copies
 
 Results = Mapping[str, Mapping[str, Any]]
 """The documents of runs, by name, without failed runs."""
+Case = Mapping[str, Any]
+"""The counts of one engine and model on so many ranks."""
 
 PUBLISHED = "benchmarks/results/bench-2xcpu.json"
 TABLES = "benchmarks/results/bench-2xcpu.md"
+SCALE = "benchmarks/results/scale.json"
 _MEBIBYTE = 2**20
 _PEER_SAVER = "fsdp2, dcp"
 MODELS = {
@@ -86,28 +89,20 @@ Made from `{PUBLISHED}`; the page for readers is [Performance](../../docs/perfor
 
 
 _SCALE = """\
-## At what scale
-
 Counted by one process as the first of many ranks (`python -m benchmarks.scale`), AdamW, strategy 3 over all of them.
 The first rank of a save receives a bit for each tensor of each rank, then 2 bytes for each box that was written and 8
 for each rank's part of a tensor. The next save of the same tensors and objects is not planned again.
+"""
 
-| 16,384 ranks | wrap, CPU s | padding, % | collectives of a step | boxes of a save, millions | first rank: CPU s, MiB |
-| --- | --- | --- | --- | --- | --- |
-| Llama-3 8B | 0.7 | 0.02 | 54 | 2.6 | 3.7, 207 |
-| Llama-3 70B | 1.4 | 0.01 | 246 | 11.9 | 5.1, 333 |
-| Llama-3 405B | 2.5 | 0.00 | 384 | 18.9 | 6.4, 427 |
-| DeepSeek-V3 | 2.4 | 0.60 | 184 | 6.6 | 4.9, 285 |
-
-Beside FSDP2 with torch's planner, Llama-3 8B on 64 ranks: 7,847 entries of a save for 74,496, and 0.2 s of CPU at the
-first rank for about 10.5. `.metadata` has about 50 bytes for each box, and every rank that loads reads all of them:
-2.4 s of CPU and 266 MiB for Llama-3 8B saved by 16,384 ranks, 9.4 s and 1,381 MiB for 405B. Of boxes that torch's
-planner saved, each takes about 50 microseconds.
-[All counts](../benchmarks/results/scale.md).
+_SCALE_BOXES = """\
+Beside FSDP2 with torch's planner, {own[model]} on {own[ranks]} ranks: {own[entries]:,} entries of a save for
+{peer[entries]:,}, and {own[save_s]:.1f} s of CPU at the first rank for about {peer[save_s]:.1f}. `.metadata` has about
+{box_bytes:.0f} bytes for each box; every rank that loads reads all of them, piece by piece. Boxes that torch's planner
+saved are read one by one: {read[entries]:,} in {read[load_s]:.1f} s. [All counts](../benchmarks/results/scale.md).
 """
 
 
-def render(results: Results) -> str:
+def render(results: Results, scale: Sequence[Case]) -> str:
     """Write the page for readers: one small table per question."""
     if not results:
         return f"{_OPENING}\nNo run has been published yet.\n"
@@ -118,7 +113,8 @@ def render(results: Results) -> str:
     parts += [
         "## Optimizers, weights for inference, checkpoints",
         parts_table(results),
-        _SCALE.rstrip(),
+        "## At what scale",
+        *scale_parts(scale),
         _GPU.rstrip(),
         _METHOD.rstrip(),
     ]
@@ -252,6 +248,21 @@ _PARTS = (
     ),
 )
 """Run, phase, contender, peer and title of each row of `parts_table`."""
+
+
+def scale_parts(cases: Sequence[Case]) -> list[str]:
+    """Write what the most ranks cost, and what a save costs beside torch's on the most of its ranks."""
+    peers, most = [case for case in cases if case["engine"] == "fsdp2"], max(case["ranks"] for case in cases)
+    large, peer = [case for case in cases if case["ranks"] == most], max(peers, key=lambda case: case["ranks"])
+    own = next(case for case in cases if (case["model"], case["ranks"]) == (peer["model"], peer["ranks"]))
+    read = next(case for case in peers if "load_s" in case)
+    head = ("wrap, CPU s", "padding", "collectives of a step", "millions of boxes", "first rank of a save: CPU s, MiB")
+    shown = "{model} | {wrap_s:.1f} | {padding:.2%} | {messages} | {millions:.1f} | {save_s:.1f}, {save_mib:.0f} | "
+    shown += "{load_s:.1f}, {load_mib:.0f}"
+    rows = [shown.format(**case, millions=case["entries"] / 1e6).split(" | ") for case in large]
+    box_bytes = sum(case["metadata_bytes"] for case in large) / sum(case["entries"] for case in large)
+    boxes = _SCALE_BOXES.format(own=own, peer=peer, box_bytes=box_bytes, read=read)
+    return [_SCALE.rstrip(), table((f"{most:,} ranks", *head, "a load: CPU s, MiB"), rows), boxes.rstrip()]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

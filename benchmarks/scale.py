@@ -8,6 +8,7 @@ The engine and torch's FSDP2 wrap the same model on fake tensors and run one ste
 planned as its coordinator plans it, from the plans of all ranks. Where those of all ranks would not fit into memory
 (torch's planner), `SAMPLED` ranks are planned and the sums multiplied: such figures are marked by "~". A load reads
 and checks the metadata in a process of its own, as every rank does before it reads tensors; torch's is not counted.
+No file is mapped, so the memory of a load is that of its heap.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from benchmarks.launching import describe_machine
+from benchmarks.bench import ROOT, published_scale
+from benchmarks.launching import describe_machine, write_document
 from benchmarks.operators import MovedModel
-from benchmarks.page import table
+from benchmarks.page import SCALE, table
 from megatron_fsdp.checkpoint.checkpointer import collect
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.save import SEAL, SealingPlanner, SealingWriter
@@ -57,7 +59,6 @@ from megatron_fsdp.plan.simulate import built_without_memory, simulated_model, s
 MODELS = ("llama-3-8b", "llama-3-70b", "llama-3-405b", "deepseek-v3")
 RANKS = (8, 64, 512, 4096, 16384)
 ENGINES = ("ours", "fsdp2")
-PUBLISHED = Path("benchmarks/results/scale.md")
 SAMPLED = 32
 _MEBIBYTE = 2**20
 STRATEGY: dict[str, Any] = {"zero_dp_strategy": 3}
@@ -258,7 +259,11 @@ def results_of(metadata: Any, plans: Sequence[SavePlan]) -> Iterator[list[WriteR
     for tensor, writers in known:
         counts[:, writers] += boxes_of(tensor.shape, tensor.description, len(plans)).counts, np.ones(len(writers), int)
     for rank, plan in enumerate(plans):
-        wrote = [WriteResult(item.index, 1500, _StorageInfo(f"__{rank}_0.distcp", 1500, 1500)) for item in plan.items]
+        wrote = []
+        for item in plan.items:
+            data = item.tensor_data  # of torch's planner; those of the engine come with the seal
+            nbytes = 1500 + (0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize)
+            wrote.append(WriteResult(item.index, nbytes, _StorageInfo(f"__{rank}_0.distcp", 1500, nbytes)))
         if assignment is not None:
             extra, sums = np.full(counts[0, rank], 1500, np.uint16), np.full(counts[1, rank], 2**63, np.uint64)
             seal = (Written(0, extra, sums), {item.index.fqn: "0" * 64 for item in plan.items})
@@ -293,12 +298,13 @@ def row_of(case: Case) -> list[str]:
     ]
 
 
-def render(cases: Sequence[Case], command: str) -> str:
+def render(cases: Sequence[Case]) -> str:
     """Write the page of all cases."""
+    made = dict.fromkeys("; ".join(f"{key}: {value}" for key, value in case["made"].items()) for case in cases)
     parts = [
         "# What thousands of ranks cost",
-        f"`{command}`",
-        facts(),
+        f"Made from `{SCALE}`, which `python -m benchmarks.scale --publish` renews row by row:",
+        "\n".join(f"- {each}" for each in made),
         "\n\n".join((__doc__ or "").split("\n\n")[2:]).strip(),
     ]
     for name in dict.fromkeys(case["model"] for case in cases):
@@ -306,9 +312,11 @@ def render(cases: Sequence[Case], command: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def facts() -> str:
-    """Describe the machine and versions."""
-    return "; ".join(f"{name}: {value}" for name, value in describe_machine("cpu", 1).items())
+def publish(cases: Sequence[Case], root: Path = ROOT) -> None:
+    """Put cases into the results, in the place of those of the same model, ranks and engine."""
+    known = {(case["model"], case["ranks"], case["engine"]): case for case in (*published_scale(root), *cases)}
+    order = itertools.product(MODELS, RANKS, ENGINES)
+    write_document({"cases": [known[each] for each in order if each in known]}, root / SCALE)
 
 
 def in_process(engine: str, model: str, ranks: int) -> Case:
@@ -322,12 +330,12 @@ def in_process(engine: str, model: str, ranks: int) -> Case:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure cases and print the page."""
+    """Measure cases and print them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=MODELS, help="presets of `mfsdp plan`")
     parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
-    parser.add_argument("--publish", action="store_true", help=f"write {PUBLISHED}")
+    parser.add_argument("--publish", action="store_true", help=f"renew {SCALE}; then run `make pages`")
     parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.case:
@@ -335,15 +343,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         dtype = torch.bfloat16 if engine == "ours" else torch.float32  # both compute in the one and keep the other
         print(json.dumps(measure(engine, lambda: build_meta_model(model, dtype), int(ranks)) | {"model": model}))
         return
-    cases = []
-    for model, ranks, engine in itertools.product(given.models, given.ranks, given.engines):
-        cases.append(in_process(engine, model, ranks))
-        print(" | ".join([model, *row_of(cases[-1])]), file=sys.stderr, flush=True)
     words = sys.argv[1:] if arguments is None else arguments
-    page = render(cases, " ".join(["python -m benchmarks.scale", *words]))
-    if given.publish:
-        PUBLISHED.write_text(page, encoding="utf-8")
-    print(page)
+    made = {"command": " ".join(["python -m benchmarks.scale", *words])} | describe_machine("cpu", 1)
+    print(" | ".join(("model", *_COLUMNS)))
+    for model, ranks, engine in itertools.product(given.models, given.ranks, given.engines):
+        case = in_process(engine, model, ranks) | {"made": made}
+        print(" | ".join([model, *row_of(case)]), flush=True)
+        if given.publish:
+            publish([case])
 
 
 if __name__ == "__main__":

@@ -31,9 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench import published
+from benchmarks.bench import published, published_scale
+from benchmarks.page import SCALE, render, render_tables, summary_table, table
 from benchmarks.page import TABLES as ALL_MEASURED
-from benchmarks.page import render, render_tables, summary_table, table
+from benchmarks.scale import render as render_scale
 from megatron_fsdp.cli.main import main as mfsdp
 from megatron_fsdp.optim.full_tensor.exchange import assign_owners
 from megatron_fsdp.plan import plan
@@ -57,7 +58,7 @@ from tools.published_runs import COLUMNS, PUBLISHED, published_row
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
-PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")), ROOT / ALL_MEASURED)
+PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")), ROOT / ALL_MEASURED, (ROOT / SCALE).with_suffix(".md"))
 
 PROGRAM = re.compile(r"^ *```python(?: title=\"(?P<title>[\w.]+)\")?\n(?P<code>.*?)^ *```", re.MULTILINE | re.DOTALL)
 """A Python block of a page; those with a title are programs."""
@@ -316,7 +317,8 @@ PICTURES = {
 }
 
 WHOLE: dict[str, Callable[[], str]] = {
-    "performance.md": lambda: render(published()),
+    "performance.md": lambda: render(published(), published_scale()),
+    "scale.md": lambda: render_scale(published_scale()),
     Path(ALL_MEASURED).name: lambda: render_tables(published()),
 }
 """Pages that are generated as a whole."""

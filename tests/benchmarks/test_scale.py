@@ -2,13 +2,17 @@
 
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.scale import STRATEGY, measure
+from benchmarks.bench import published_scale
+from benchmarks.launching import write_document
+from benchmarks.page import SCALE, scale_parts
+from benchmarks.scale import STRATEGY, measure, publish
 
 WIDTH, LAYERS = 64, 2
 
@@ -62,3 +66,24 @@ def test_counts_are_those_of_arithmetic(ranks: int, shard: int, weight_boxes: in
     assert found["agreement_bytes"] == found["agreements"] * ranks * 1024
     assert found["largest_message"] < 2048
     assert not found["is_sampled"]
+
+
+def test_a_published_case_takes_the_place_of_its_own(tmp_path: Path) -> None:
+    def named(model: str, ranks: int, **found: int) -> dict[str, object]:
+        return {"model": model, "ranks": ranks, "engine": "ours", **found}
+
+    write_document({"cases": [named("llama-3-8b", 8, messages=1), named("deepseek-v3", 8)]}, tmp_path / SCALE)
+    publish([named("llama-3-8b", 64), named("llama-3-8b", 8, messages=2)], tmp_path)
+    expected = [named("llama-3-8b", 8, messages=2), named("llama-3-8b", 64), named("deepseek-v3", 8)]
+    assert published_scale(tmp_path) == expected
+
+
+def test_the_page_shows_the_results() -> None:
+    cases = published_scale()
+    for case in cases:
+        if case["model"] == "llama-3-405b" and case["ranks"] == 16384:
+            case |= {"load_s": 12.34, "load_mib": 567.8}
+    _, rows, boxes = scale_parts(cases)
+    assert "llama-3-405b" in rows.splitlines()[4]
+    assert "| 12.3, 568 |" in rows.splitlines()[4]
+    assert "llama-3-8b on 64 ranks: 7,847 entries of a save for\n74,496" in boxes
