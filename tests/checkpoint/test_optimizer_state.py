@@ -152,6 +152,17 @@ def test_blank_state_that_is_loaded_trains_as_none(tmp_path: Path) -> None:
         assert [*blank["optimizer"]["state"]] == [0, 1, 2, 3, 4, *([5] if is_made_at_once else [])], name  # 5 is frozen
 
 
+@on_ranks(2)
+def test_blank_momentum_is_told_from_one_of_zeros() -> None:
+    """Without momentum there is no state, and blank momentum is no gradient of zero that was seen."""
+    _model, optimizer = wrap("SGD dampening", 3, 0)
+    blank = optimizer.state_dict()["state"][0]["momentum_buffer"]
+    torch.manual_seed(0)
+    plain = Net()
+    _plain, without = fully_shard(plain, torch.optim.SGD(plain.parameters(), lr=0.1), zero_dp_strategy=3)
+    assert (list(without.state_dict()["state"]), bool(torch.signbit(blank.to_local()).all())) == ([], True)
+
+
 # ---- a rank without state --------------------------------------------------------------------------------------------
 
 

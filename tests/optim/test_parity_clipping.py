@@ -34,7 +34,7 @@ def clip_in_turn(norm_type: float, by_model: bool, run: Run) -> None:
         run.step()
 
 
-@pytest.mark.full(short=["2-False-2.0", "3-True-inf"])
+@pytest.mark.full(short=["2-True-3.5", "3-True-inf"])
 @pytest.mark.parametrize(
     ("num_ranks", "by_model", "norm_type"), [(2, False, 2.0), (2, True, 3.5), (3, False, 1.0), (3, True, math.inf)]
 )
