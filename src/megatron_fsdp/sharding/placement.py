@@ -1,7 +1,8 @@
 """The placement of each of a model's buffers on every mesh axis, by sharding strategy, and the factors of a reduction.
 
 Nothing else scales a gradient, but for `GradientReducer.factor`, which makes up for an average that a local sum did not
-take, and `unite_gradients`, which averages what a loss outside of forward gives.
+take, and `unite_gradients`, which averages what a loss outside of forward gives. The user does by `scale_gradients`,
+and `automodel/` for experts under FSDP2 and by token counts.
 """
 
 from __future__ import annotations
