@@ -20,9 +20,12 @@ from tests.clients.test_fsdp2_trainers import arguments, grpo, preferences, toke
 from tests.support.language_models import VOCABULARY, build
 from tests.support.on_ranks import assert_equal_tensors, of_ranks, on_ranks
 
-pytest.importorskip("trl.experimental.async_grpo")
-
 STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def _needs_trl() -> None:
+    pytest.importorskip("trl.experimental.async_grpo")  # a second, which those who only collect need not spend
 
 
 class Rollouts:

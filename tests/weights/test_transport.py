@@ -244,6 +244,7 @@ def reads_weights_at_once() -> AbstractContextManager[Any]:
     return patch.object(OrderedStream, "wait_stream", nothing)
 
 
+@pytest.mark.full(short=["3-nullcontext", "1-not_waited_for", "3-reads_weights_at_once"])
 @pytest.mark.parametrize(
     ("strategy", "fault"), [(1, nullcontext), (3, nullcontext), (1, not_waited_for), (3, reads_weights_at_once)]
 )
