@@ -57,7 +57,7 @@ unit floors.0 ... floors.7 (8 units): Floor, 1,024 parameters each
         gradient_bytes 1.0 KiB, padding_fraction 0.0000
 memory allocator slots, slots 2, slot_bytes 4.0 KiB, buckets 2, bucket_bytes 4.0 KiB,
        forward_prefetch 1, backward_prefetch 1, persistent_bytes 17.0 KiB, optimizer_bytes 17.1 KiB,
-       gathered_bytes 8.0 KiB, transient_peak_bytes 24.0 KiB
+       gathered_bytes 0 B, transient_peak_bytes 24.0 KiB
 optimizer class_name AdamW, param_groups 1, parameters 18, step on local tensors, parts matrices 18"""
 
 

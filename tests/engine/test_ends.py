@@ -140,7 +140,7 @@ def test_ends_found_automatically_equal_one_process(run_ranks: RunRanks, num_ran
 @pytest.mark.unmerged
 @pytest.mark.parametrize("microbatches", [1, 3])
 @on_ranks(2)
-def test_the_root_is_given_back_after_the_last_backward_and_nothing_is_gathered_more_often(microbatches: int) -> None:
+def test_root_and_slots_are_freed_after_the_last_backward_and_nothing_is_gathered_more_often(microbatches: int) -> None:
     root, slots = 128, 2 * 384  # bytes, in blocks of 128: 16 elements; the 72 of a block and 96 of tokens, used last
     case = CASES["plain"]
     model, optimizer = shard(case.build())
@@ -157,7 +157,7 @@ def test_the_root_is_given_back_after_the_last_backward_and_nothing_is_gathered_
     steps = steps[1:]
     assert steps == [expected] * 3
     first = [root + slots] * microbatches  # nothing is known of the first step
-    assert held == first + ([root + slots] * (microbatches - 1) + [slots]) * 3
+    assert held == first + ([root + slots] * (microbatches - 1) + [0]) * 3
 
 
 class Penalised(nn.Embedding):

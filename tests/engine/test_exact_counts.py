@@ -77,8 +77,9 @@ def test_a_steady_step_sends_what_the_formula_says_and_takes_no_new_memory(
             assert counts.collectives.reductions - expected["reductions"] == (num_ranks > 1)
         else:
             assert asdict(counts.collectives) == {**expected, "others": []}
-        addresses = [param.data_ptr() for param in model.raw_param.values()]  # where they were last gathered
-        memory.append((model.memory().transient_peak_bytes, addresses))
+        # gathered weights of strategy 3 are freed before the optimizer steps
+        lasting = model.raw_param.values() if strategy < 3 else ()
+        memory.append((model.memory().transient_peak_bytes, [param.data_ptr() for param in lasting]))
     assert memory == [memory[0]] * STEPS
 
 

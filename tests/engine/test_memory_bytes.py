@@ -85,17 +85,16 @@ def test_every_byte_that_is_held_is_in_a_formula(strategy: ShardingStrategy, num
     scratch = exchange_scratch_bytes(groups, strategy)
     transient = transient_bytes(groups, strategy, scratch_bytes=scratch)
     assert memory.transient_peak_bytes == transient.total
-    # The root's gathered weights are there from forward to the last backward of a step; less the element that each of
-    # its groups then points to.
-    root = sum((group.numel - 1) * group.compute.itemsize for group in groups if group.unit == 0)
-    given_back = root if transient.gathered else 0
-    kept = transient.gathered - given_back
+    # Gathered weights are there until the last backward of a step; then each group of the root, and of the units that
+    # were in the two slots, points to one element.
+    last = [group.compute.itemsize for group in groups if group.unit <= 2]
+    kept = sum(last) if transient.gathered else 0
     assert held == persistent.total + kept + passing.cast_grads
     assert cleared == persistent.total - persistent.main_grad + kept
     # Deferring holds one whole gradient.
     assert deferred == persistent_bytes(groups, strategy, deferred=True).total - persistent.total
     # The peak of a step, beyond the model's own activations and gradients, as the same model unsharded has them.
-    own = unsharded_bytes + passing.local_sum + passing.cast_grads + given_back
+    own = unsharded_bytes + passing.local_sum + passing.cast_grads + transient.gathered - kept
     least = transient.buckets + persistent.main_grad
     most = least + transient.scratch
     assert least <= peaks[2] <= most + own

@@ -226,9 +226,14 @@ def planned(case: Case, rank: int) -> dict[str, Any]:
     workload = Workload(case.model, module, inputs, 1, spec.loss, spec.units)
     found = plan_workload(workload, setup, find_machine("h100"))
     held = found.memory
-    # where the root's weights were given back, an element of each of its groups stands for them
+    # where gathered weights were freed, of the root and of the units in two slots, an element of each group is left;
+    # the backward of an embedding gathers nothing
+    gathered_last = [unit for unit in found.model.units if unit.class_name != "Embedding"][:3]
     proxies = sum(
-        group.precision.compute.itemsize for group in found.model.units[0].groups if group.shards_compute_weights
+        group.precision.compute.itemsize
+        for unit in gathered_last
+        for group in unit.groups
+        if group.shards_compute_weights
     )
     gathered = found.step.moments[-1].gathered_bytes + proxies  # stays gathered between steps
     return {

@@ -195,7 +195,7 @@ class Executor:
         elif action is _WAIT:
             unit.wait_for_unshard()
         elif action is _RESHARD:
-            unit.reshard(loses_memory=self.weight_memory.give_back(unit.index))
+            unit.reshard(loses_memory=self.weight_memory.give_back(unit.index, slot))
         elif action is _REDUCE:
             # See Note [Why a unit is reduced when the next one begins] in `schedule.py`.
             self.reduce(unit, sync_scope)

@@ -371,13 +371,15 @@ class WeightMemory:
         needed = self._slot_bytes if self._plan.taken_at_once else num_bytes
         return self._hold((Use.SLOT, slot), self._slot_bytes, needed)
 
-    def give_back(self, unit: int) -> bool:
-        """Release a unit's block; return True if its memory was freed."""
-        block = self._blocks.get((Use.UNIT, unit))
-        if block is None or self._plan.storages[unit] not in (WeightStorage.RESIZED, WeightStorage.FOR_STEP):
+    def give_back(self, unit: int, slot: int | None = None) -> bool:
+        """Release a unit's own block, or that of a slot which is not needed soon; return True if memory was freed."""
+        key = (Use.UNIT, unit) if slot is None else (Use.SLOT, slot)
+        block = self._blocks.get(key)
+        keeps = slot is None and self._plan.storages[unit] not in (WeightStorage.RESIZED, WeightStorage.FOR_STEP)
+        if block is None or keeps:
             return False
         block.empty()
-        self._note((Use.UNIT, unit), block)
+        self._note(key, block)
         return True
 
     def empty(self) -> bool:

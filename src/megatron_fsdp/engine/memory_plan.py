@@ -20,7 +20,7 @@ from megatron_fsdp.sharding.units import ROOT_UNIT
 class WeightStorage(Enum):
     """Storage of one unit's gathered weights."""
 
-    SLOT = "slot"  # in numbered slots, shared with other units
+    SLOT = "slot"  # in numbered slots, shared with other units; unless taken when wrapping, freed as those for a step
     OWN = "own"  # in a persistent buffer of its own
     FOR_STEP = "for a step"  # in a buffer of its own, from its first use to the last backward before weights change
     RESIZED = "resized"  # in a buffer of its own that is allocated only while the unit is gathered
@@ -218,7 +218,8 @@ def plan_memory(
         resharded_after_backward=resized,
         resharded_before_step=frozenset(
             unit
-            for unit in weights.units_in(WeightStorage.FOR_STEP)
+            for unit, storage in enumerate(weights.storages)
+            if storage is WeightStorage.FOR_STEP or (storage is WeightStorage.SLOT and not weights.taken_at_once)
             if any(group.shards_compute_weights for group in units[unit])
         ),
     )

@@ -56,7 +56,7 @@ class ScheduleConfig:
     # those of them that are not counted in slots, and never resharded to make room
     without_slot: frozenset[int] = frozenset()
     resharded_after_backward: frozenset[int] = frozenset()  # when a backward is over, because their memory is freed
-    # those resharded after the last backward before the weights change, as far as predicted
+    # those resharded after the last backward before the weights change, as far as predicted, and their memory freed
     resharded_before_step: frozenset[int] = frozenset()
 
 
@@ -189,7 +189,7 @@ class Operation(NamedTuple):
 
     action: Action
     unit: int
-    slot: int | None = None
+    slot: int | None = None  # that the unit is unsharded into, or whose memory is freed when it is resharded
 
     def __str__(self) -> str:
         """Format for tests and traces, such as `unshard3@1`."""
@@ -354,11 +354,11 @@ class Scheduler:
 
     def backward_ends(self) -> tuple[Operation, ...]:
         """Reduce the remaining units, from the last to the root, and finish: autograd has nothing left to do."""
-        resharded = self.config.resharded_after_backward
+        at_once, freed = self.config.resharded_after_backward, frozenset[int]()
         if self._in_backward and self._step_length.note_backward():
-            resharded = resharded | self.config.resharded_before_step
-        done = [unit for unit in sorted(resharded) if unit not in self._forward_stack]
-        operations = [operation for unit in done for operation in self._reshard(unit)]
+            freed = self.config.resharded_before_step
+        done = [unit for unit in sorted(at_once | freed) if unit not in self._forward_stack]
+        operations = [operation for unit in done for operation in self._reshard(unit, frees_slot=unit in freed)]
         # By number and not in the order of the pass: all ranks reduce alike, whatever gradients came.
         for unit in range(len(self._units) - 1, -1, -1):
             state = self._units[unit]
@@ -581,7 +581,7 @@ class Scheduler:
             return False  # its backward continues after that of the unit it called
         return unit not in spare and unit not in self._forward_stack and unit != self._backward_unit
 
-    def _reshard(self, unit: int) -> list[Operation]:
+    def _reshard(self, unit: int, frees_slot: bool = False) -> list[Operation]:
         state = self._units[unit]
         if state.residence is _SHARDED:
             return []
@@ -590,4 +590,4 @@ class Scheduler:
         state.become(_SHARDED)
         if state.slot is not None and self._slots[state.slot].unit == unit:
             self._slots[state.slot].unit = None
-        return [*operations, Operation(_RESHARD, unit)]
+        return [*operations, Operation(_RESHARD, unit, state.slot if frees_slot else None)]
