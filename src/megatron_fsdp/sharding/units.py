@@ -449,15 +449,13 @@ _LATENCY_BYTES_PER_RANK = 2**20
 
 
 _WHOLE_BYTES = 25 * 2**20
-"""As the buckets of torch's DDP: whole weights are never gathered, so nothing waits for a message but the step."""
+"""As the buckets of torch's DDP: whole weights are never gathered, so nothing waits for a message but the step. They
+have no slots, and mostly no buckets: gradients are reduced where they stay."""
 
 
 _MOST_OF_A_SHARD = 1 / 10
 """A merged unit's share of the weights that a rank keeps. Two slots, two buckets and scratch are as large, so merging
 adds at most a sixth to weights and Adam's state in one dtype."""
-
-_MOST_OF_THE_WHOLE = 1 / 4
-"""The same of whole weights, which have no slots, and mostly no buckets: gradients are reduced where they stay."""
 
 
 def message_bytes(unit_bytes: Sequence[int], num_ranks: int, num_shards: int, given: int | None = None) -> int:
@@ -473,9 +471,9 @@ def message_bytes(unit_bytes: Sequence[int], num_ranks: int, num_shards: int, gi
         return given
     if num_ranks == 1:
         return 0
-    largest = max(unit_bytes[ROOT_UNIT + 1 :], default=0)
     if num_shards == 1:
-        return min(_WHOLE_BYTES, max(largest, int(_MOST_OF_THE_WHOLE * sum(unit_bytes))))
+        return _WHOLE_BYTES
+    largest = max(unit_bytes[ROOT_UNIT + 1 :], default=0)
     fast = max(_LATENCY_BYTES, min(num_ranks * _LATENCY_BYTES_PER_RANK, largest))
     return min(fast, max(largest, int(_MOST_OF_A_SHARD * sum(unit_bytes) / num_shards)))
 
