@@ -226,7 +226,7 @@ def test_merged_units_take_one_message_each(strategy: int, message: str, gathers
 @pytest.mark.parametrize(("strategy", "reductions"), [(0, 2), (1, 21), (3, 21)])
 @on_ranks(2)
 def test_whole_weights_take_fewer_messages(strategy: int, reductions: int) -> None:
-    """40 small layers that every rank keeps whole are one unit; of cut ones two are a tenth of the half that it keeps."""
+    """40 small layers that a rank keeps whole are one unit; of cut ones, two are a tenth of the half that it keeps."""
     model, optimizer = _wrap(strategy, None, layers=40)
     _steps(model, optimizer, 2)
     before = model.traffic()
