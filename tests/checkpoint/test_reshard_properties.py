@@ -1,6 +1,7 @@
 """Any arrangement of up to 16 ranks, without ranks: chunks tile tensors, and any layout loads what any other saved."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,12 +57,12 @@ class _Mesh:
     """As much of a DeviceMesh as planning looks at, seen from one place."""
 
     def __init__(self, sizes: Sequence[int], place: Sequence[int]) -> None:
-        self.mesh = torch.zeros(tuple(sizes))
+        self.shape = tuple(sizes)
         self.ndim = len(sizes)
         self._place = tuple(place)
 
     def size(self) -> int:
-        return self.mesh.numel()
+        return math.prod(self.shape)
 
     def get_coordinate(self) -> list[int]:
         return list(self._place)
