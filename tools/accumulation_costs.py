@@ -100,10 +100,10 @@ def table(costs: dict[tuple[int, str], Cost], num_ranks: int) -> str:
 
 
 def _held(num_bytes: int, num_ranks: int) -> str:
-    """Return memory over P: a shard is P / N, and the root's unsharded weights (strategy 3) a fourth of P."""
+    """Return memory over P: a shard is P / N, and the unsharded root and two slots (strategy 3) three fourths of P."""
     if num_bytes * num_ranks == 4 * NUMEL:
         return "P / N"
-    return "P / N + P / 4" if (num_bytes - NUMEL) * num_ranks == 4 * NUMEL else _in_p(num_bytes, 1)
+    return "P / N + 3 P / 4" if (num_bytes - 3 * NUMEL) * num_ranks == 4 * NUMEL else _in_p(num_bytes, 1)
 
 
 def _in_p(num_bytes: int, num_ranks: int) -> str:
