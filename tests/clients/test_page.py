@@ -36,6 +36,7 @@ def run_page(folder: str) -> None:
         for heading, program in programs().items():
             forget_accelerate()
             exec(compile(program, heading, "exec", dont_inherit=True), given)
+    given.clear()  # caches of torch keep the programs' classes, and with them all names beside them
 
 
 def test_programs_run_as_printed(run_ranks: RunRanks, tmp_path: Path) -> None:
