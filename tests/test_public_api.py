@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -143,3 +144,12 @@ def test_import_has_no_side_effects() -> None:
     assert (before["group"], before["cuda"]) == (False, False)
     assert is_callable, "after `import megatron_fsdp.fully_shard` the attribute must still be the function"
     assert unexpected == []
+
+
+def test_every_module_has_the_names_that_it_exports() -> None:
+    files = [path for path in SOURCE.rglob("*.py") if "\n__all__ = " in path.read_text()]
+    assert SOURCE / "megatron_fsdp" / "fully_shard.py" in files
+    for path in files:
+        name = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+        module = import_module(name)
+        assert [each for each in module.__all__ if not hasattr(module, each)] == [], name

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -554,9 +555,10 @@ def _check_optimizer(optimizer: object, module: object = None) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `MegatronFSDP` at its first use."""
-    if name == "MegatronFSDP":
-        from megatron_fsdp.megatron_fsdp import MegatronFSDP
+    """Import a class at its first use."""
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"megatron_fsdp.{_LATE[name]}"), name)
 
-        return MegatronFSDP
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+_LATE = {"FSDPDistributedIndex": "sharding.mesh", "MegatronFSDP": "megatron_fsdp"}
