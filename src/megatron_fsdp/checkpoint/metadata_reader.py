@@ -114,7 +114,7 @@ class _MetadataUnpickler(RestrictedUnpickler):
             self.append(Rows(self.memo, start, **numbers))
 
     def _rows(self, first: re.Match[bytes], count: int | None) -> dict[str, Integers]:
-        """Take so many rows, or all, that differ from the first in numbers only; return the numbers of each group."""
+        """Take rows that differ from the first in numbers only, all or `count`; return the numbers of each group."""
         places = {name: list(_numbers(first, name)) for name in first.groupdict()}
         fixed = bytearray(first[0])
         found: dict[int, list[Integers]] = {}

@@ -48,7 +48,7 @@ _MAX_JSON_BYTES = 1 << 30
 
 
 def open_file(path: Path, at_most: int = 1 << 62) -> io.BufferedReader:
-    """Open a regular file of `at_most` so many bytes, or a link to one, for reading."""
+    """Open a regular file, or a link to one, for reading; raise if it has more than `at_most` bytes."""
     file = open(path, "rb", opener=only_regular)  # noqa: SIM115 - Path.open takes no opener
     nbytes = os.fstat(file.fileno()).st_size
     if nbytes > at_most:

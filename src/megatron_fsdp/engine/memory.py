@@ -372,7 +372,7 @@ class WeightMemory:
         return self._hold((Use.SLOT, slot), self._slot_bytes, needed)
 
     def give_back(self, unit: int, slot: int | None = None) -> bool:
-        """Release a unit's own block, or that of a slot which is not needed soon; return True if memory was freed."""
+        """Release a unit's own block or, where one is given, free that of a slot; return True if memory was freed."""
         key = (Use.UNIT, unit) if slot is None else (Use.SLOT, slot)
         block = self._blocks.get(key)
         keeps = slot is None and self._plan.storages[unit] not in (WeightStorage.RESIZED, WeightStorage.FOR_STEP)

@@ -20,7 +20,7 @@ from megatron_fsdp.sharding.units import ROOT_UNIT
 class WeightStorage(Enum):
     """Storage of one unit's gathered weights."""
 
-    SLOT = "slot"  # in numbered slots, shared with other units; unless taken when wrapping, freed as those for a step
+    SLOT = "slot"  # in numbered slots, shared with other units; freed before a step unless taken when wrapping
     OWN = "own"  # in a persistent buffer of its own
     FOR_STEP = "for a step"  # in a buffer of its own, from its first use to the last backward before weights change
     RESIZED = "resized"  # in a buffer of its own that is allocated only while the unit is gathered

@@ -56,7 +56,7 @@ class ScheduleConfig:
     # those of them that are not counted in slots, and never resharded to make room
     without_slot: frozenset[int] = frozenset()
     resharded_after_backward: frozenset[int] = frozenset()  # when a backward is over, because their memory is freed
-    # those resharded after the last backward before the weights change, as far as predicted, and their memory freed
+    # those resharded after the backward that is predicted to be the last before the weights change; memory is freed
     resharded_before_step: frozenset[int] = frozenset()
 
 
