@@ -61,7 +61,13 @@ def this_rank() -> Rank:
     return Rank(dist.get_rank(), dist.get_world_size(), device("cpu"), os.getppid())
 
 
+def job_of_words(words: str, ranks: int = 2, device_type: str = "cpu") -> Job:
+    """What a whole command line asks for."""
+    return resolve(parse_options(words.split()), World(ranks, device_type))
+
+
 def job_of(*options: str, ranks: int = 2, restarts: int = 0) -> Job:
+    """What the small model's options and these ask for."""
     return resolve(parse_options([*OPTIONS, *options]), World(ranks, "cpu", restarts=restarts))
 
 

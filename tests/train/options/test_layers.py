@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import Options
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import World, resolve
+from tests.support.on_ranks import refusal
 
 Write = Callable[[str], Path]
 
@@ -28,12 +28,6 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 
 def read(path: Path, words: str = "") -> Options:
     return parse_options(["--config", str(path), *words.split()])
-
-
-def refusal(path: Path, words: str = "") -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        read(path, words)
-    return str(caught.value)
 
 
 def test_a_path_is_one_of_the_current_folder_or_lies_beside_the_file(
@@ -139,7 +133,7 @@ def test_a_file_may_use_the_spellings_of_megatron(write: Write) -> None:
     ],
 )
 def test_what_a_file_must_not_say(text: str, words: str, write: Write) -> None:
-    assert words in refusal(write(text))
+    assert words in refusal(read, write(text))
 
 
 def test_a_file_in_the_folder_of_a_user_is_found_and_one_that_is_not_there_told(
@@ -148,23 +142,21 @@ def test_a_file_in_the_folder_of_a_user_is_found_and_one_that_is_not_there_told(
     path = write("seed: 7\n")
     monkeypatch.setenv("HOME", str(path.parent))
     assert parse_options(["--config=~/run.yaml"]).training.seed == 7
-    assert refusal(path.with_name("none.yaml")).endswith("give the path of a YAML file.")
+    assert refusal(read, path.with_name("none.yaml")).endswith("give the path of a YAML file.")
 
 
 def test_flags_do_not_silently_undo_what_a_file_contradicts(write: Write) -> None:
     path = write("use_megatron_fsdp: true\npreset: tiny\n")
-    with pytest.raises(ConfigurationError) as caught:
-        resolve(read(path, "--use-torch-fsdp2"), World(2, "cpu"))
-    assert str(caught.value) == (
+    assert refusal(resolve, read(path, "--use-torch-fsdp2"), World(2, "cpu")) == (
         "--use-torch-fsdp2 (from the command line) contradicts --use-megatron-fsdp (from the config "
         f"{path}), since one engine shards the model: give one of them"
     )
 
 
 def test_the_strategy_without_a_flag_is_that_of_megatrons_command_line() -> None:
-    assert parse_options(["--use-megatron-fsdp"]).ddp.data_parallel_sharding_strategy == "optim_grads_params"
-    assert parse_options(["--use-custom-fsdp"]).ddp.data_parallel_sharding_strategy == "optim_grads_params"
-    assert parse_options([]).ddp.data_parallel_sharding_strategy == "no_shard"
+    sharded = "optim_grads_params"
+    for words, strategy in ((["--use-megatron-fsdp"], sharded), (["--use-custom-fsdp"], sharded), ([], "no_shard")):
+        assert parse_options(words).ddp.data_parallel_sharding_strategy == strategy
 
 
 def test_all_that_is_wrong_is_told_at_once_with_file_and_line(write: Write) -> None:
@@ -178,7 +170,7 @@ def test_all_that_is_wrong_is_told_at_once_with_file_and_line(write: Write) -> N
         ddp: {bucket_size: -3, fsdp_double_buffer: 2}
         """
     )
-    told = refusal(path, "--micro-batch-size 0 --sede 3").split("\nerror: ")
+    told = refusal(read, path, "--micro-batch-size 0 --sede 3").split("\nerror: ")
     assert [one.replace(f"{path}:", "").partition(" (choose from")[0] for one in told] == [
         "there is no flag --sede; did you mean --seed?",
         "2: argument --preset: invalid choice: 'huge'",

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import Schedule, World, resolve
+from megatron_fsdp.train.options.job import Schedule
+from tests.support.train_program import job_of_words
 
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 FALLING = ("linear", "cosine", "WSD")
@@ -88,17 +88,16 @@ def test_each_style_has_its_shape() -> None:
     ],
 )
 def test_the_job_has_the_schedule_of_the_flags(words: str, expected: Schedule) -> None:
-    assert resolve(parse_options(["--preset", "tiny", *words.split()]), World(1, "cpu")).schedule == expected
+    assert job_of_words(f"--preset tiny {words}", 1).schedule == expected
 
 
 def test_samples_say_what_steps_say_and_may_end_within_a_step() -> None:
     words = "--preset tiny --lr 0.2 --micro-batch-size 1 --global-batch-size 8"
     by_steps = f"{words} --train-iters 20 --lr-warmup-iters 4 --lr-decay-iters 16"
     by_samples = f"{words} --train-samples 160 --lr-warmup-samples 32 --lr-decay-samples 128"
-    jobs = [resolve(parse_options(line.split()), World(1, "cpu")) for line in (by_steps, by_samples)]
+    jobs = [job_of_words(line, 1) for line in (by_steps, by_samples)]
     assert jobs[0].schedule == jobs[1].schedule
     assert jobs[1].train_iters == 20
-    uneven = f"{words} --lr-decay-style constant --train-samples 166 --lr-warmup-samples 20"
-    job = resolve(parse_options(uneven.split()), World(1, "cpu"))
+    job = job_of_words(f"{words} --lr-decay-style constant --train-samples 166 --lr-warmup-samples 20", 1)
     assert job.train_iters == 20
     assert [job.schedule.rate(step) for step in range(4)] == pytest.approx([0.2 * 8 / 20, 0.2 * 16 / 20, 0.2, 0.2])
