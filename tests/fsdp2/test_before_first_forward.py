@@ -18,15 +18,11 @@ from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.fsdp2 import fully_shard
 from megatron_fsdp.wrap import shard_unit
-from tests.fsdp2.test_fully_shard import SAMPLES, assert_same, build, sgd, shard, train, whole
+from tests.fsdp2.test_fully_shard import shard
+from tests.support.case import momentum as sgd
+from tests.support.doors import assert_like_one_process, assert_same, backward, build, whole, wholes
 from tests.support.on_ranks import fixed_seed, on_ranks, refusal
-from tests.support.zoo import TinyTransformer, make_token_batch, token_loss
-
-
-def backward(model: Any) -> None:
-    batch = make_token_batch(SAMPLES, torch.Generator().manual_seed(7))
-    token_loss(model, batch.part(dist.get_rank(), dist.get_world_size())).backward()
-
+from tests.support.zoo import TinyTransformer
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
@@ -36,8 +32,7 @@ def test_state_dicts_from_before_show_the_memory_of_the_parameters() -> None:
     model, plain = shard(build(tied=True), offload_policy=CPUOffloadPolicy()), build(tied=True)
     kept = [model.state_dict(), get_model_state_dict(model), {"block": model.blocks[1].state_dict()}["block"]]
     copies = {name: value.clone() for name, value in kept[0].items()}
-    train(model, True)
-    train(plain, False)
+    assert_like_one_process(model, plain)
     wanted = {**plain.state_dict(), **plain.blocks[1].state_dict()}
     for state_dict in kept:
         for name, value in state_dict.items():
@@ -46,7 +41,7 @@ def test_state_dicts_from_before_show_the_memory_of_the_parameters() -> None:
         kept[0]["norm.weight"].fill_(3)
     assert (whole(model.norm.weight) == 3).all()
     model.load_state_dict(copies)  # a copy is none of it
-    assert_same([*map(whole, model.parameters())], [*build(tied=True).parameters()], rtol=0, atol=0)
+    assert_same(wholes(model.parameters()), wholes(build(tied=True).parameters()), rtol=0, atol=0)
 
 
 @on_ranks(2)
@@ -67,13 +62,12 @@ def test_other_aliases_from_before_are_warned_of() -> None:
 @on_ranks(3)
 def test_the_shards_of_a_model_that_has_run_are_loaded_before() -> None:
     ran, plain = shard(build()), build()
-    train(ran, True)
-    train(plain, False)
+    assert_like_one_process(ran, plain)
     with torch.device("meta"):
         model: Any = TinyTransformer()
     shard(model).load_state_dict(ran.state_dict(), assign=True)
-    assert_same([*map(whole, model.parameters())], [*map(whole, plain.parameters())])
-    assert_same(train(model, True), train(plain, False))
+    assert_same(wholes(model.parameters()), wholes(plain.parameters()))
+    assert_like_one_process(model, plain)
 
 
 # ---- structure ------------------------------------------------------------------------------------------------------
@@ -130,12 +124,7 @@ def test_hooks_from_before_are_called_once_and_can_be_removed() -> None:
         (each.head.weight**2).sum().backward()  # autograd's own gradient of the shard
         assert len(seen) == 4
         seen.clear()
-    batch = make_token_batch(SAMPLES, torch.Generator().manual_seed(7))
-    wanted = build()
-    for part in range(2):
-        (token_loss(wanted, batch.part(part, 2)) * 3 / 2).backward()
-    (wanted.head.weight**2).sum().backward()
-    torch.testing.assert_close(model.head.weight.grad.full_tensor(), wanted.head.weight.grad)
+    torch.testing.assert_close(whole(model.head.weight.grad), reference.head.weight.grad)
 
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
@@ -179,7 +168,7 @@ def test_a_unit_without_memory_leaves_its_parameters_as_they_were() -> None:
     assert all(param.to_local().equal(before[name]) for name, param in params.items())
     for each in (model, plain):
         each.norm.requires_grad_(True)
-    assert_same(train(model, True), train(plain, False))
+    assert_like_one_process(model, plain)
 
 
 @on_ranks(2)

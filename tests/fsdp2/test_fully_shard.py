@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -28,91 +27,29 @@ from megatron_fsdp.engine.engine import engine_of_module
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, ScheduleError, ShardOperationError
 from megatron_fsdp.fsdp2 import FSDPModule, fully_shard, install, register_fsdp_forward_method
 from tests.support.case import momentum as sgd
-from tests.support.on_ranks import fixed_seed, on_ranks
-from tests.support.zoo import Batch, TinyTransformer, make_token_batch, token_loss
-
-SAMPLES = 12
-
-Noted = list[Tensor]
-
-
-def build(**options: Any) -> TinyTransformer:
-    with fixed_seed(0):
-        return TinyTransformer(**options)
+from tests.support.doors import (
+    Before,
+    assert_like_one_process,
+    assert_same,
+    backward,
+    build,
+    hybrid,
+    ring,
+    train,
+    whole,
+    wholes,
+)
+from tests.support.on_ranks import on_ranks
+from tests.support.zoo import FEATURES, Branches, Layer, TinyTransformer, vector_case
 
 
 def shard(model: Any, by: Callable[..., Any] = fully_shard, **options: Any) -> Any:
     """Shard as torchtitan does: blocks, the last two as a list, the root."""
     for block in model.blocks:
         by(block, **options)
-    by(
-        [model.norm, model.head] if model.head.weight is not model.tokens.weight else [model.tokens, model.head],
-        **options,
-    )
+    ends = [model.norm if model.head.weight is not model.tokens.weight else model.tokens, model.head]
+    by(ends, **options)
     return by(model, **options)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def train_for(
-    steps: int,
-    model: Any,
-    is_sharded: bool,
-    optimizer: torch.optim.Optimizer | None = None,
-    before: Callable[[Any, bool], object] | None = None,
-    data_ranks: int = 0,
-    draw: Callable[[int, torch.Generator], Batch] = make_token_batch,
-    loss_of: Callable[[nn.Module, Batch], Tensor] = token_loss,
-    clips: bool = True,
-) -> Noted:
-    """Steps of two microbatches: losses, gradients, norms and the weights at the end, whole."""
-    optimizer = sgd(model) if optimizer is None else optimizer
-    ranks = data_ranks or dist.get_world_size()
-    rank, noted = dist.get_rank() // (dist.get_world_size() // ranks), Noted()
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(steps):
-        for number in range(2):
-            batch = draw(SAMPLES, generator)
-            if before is not None and is_sharded:
-                before(model, number == 1)
-            mine = batch.part(rank, ranks) if is_sharded else batch
-            loss = loss_of(model, mine) / 2
-            loss.backward()
-            total = loss.detach().clone()
-            if is_sharded:
-                dist.all_reduce(total)
-                total /= dist.get_world_size()
-            noted.append(total)
-        noted += [whole(param.grad) for param in model.parameters() if param.grad is not None]
-        if clips:
-            noted.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*noted, *map(whole, model.parameters())]
-
-
-train = partial(train_for, 2)
-
-
-@cache
-def alone(**options: Any) -> Noted:
-    """What one process notes, which many tests compare with."""
-    return train(build(**options), False)
-
-
-def assert_same(found: Noted, wanted: Noted, **tolerance: float) -> None:
-    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        torch.testing.assert_close(one, other, msg=lambda text, number=number: f"{number}: {text}", **tolerance)
-
-
-def hybrid() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-
-
-def ring() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def sync(model: Any, is_last: bool) -> None:
@@ -132,7 +69,7 @@ def always(_model: Any, _is_last: bool) -> None:
     """Sync each backward, as without a word."""
 
 
-CASES: dict[str, tuple[dict[str, Any], Callable[[Any, bool], object]]] = {
+CASES: dict[str, tuple[dict[str, Any], Before]] = {
     "plain": ({}, always),
     "accumulation": ({}, sync),
     "accumulation in blocks": ({}, sync_blocks),
@@ -151,17 +88,17 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any, bool], object]]] = {
 @on_ranks()
 def test_training_is_one_process(case: str) -> None:
     options, before = CASES[case]
-    assert_same(train(shard(build(), **options), True, before=before), alone())
+    assert_like_one_process(shard(build(), **options), build(), before)
 
 
 @on_ranks(4)
 def test_hybrid_meshes_are_one_process() -> None:
-    assert_same(train(shard(build(), mesh=hybrid()), True, before=all_reduce), alone())
+    assert_like_one_process(shard(build(), mesh=hybrid()), build(), all_reduce)
 
 
 @on_ranks(2)
 def test_tied_weights_in_a_list_are_one_process() -> None:
-    assert_same(train(shard(build(tied=True)), True), alone(tied=True))
+    assert_like_one_process(shard(build(tied=True)), build(tied=True))
 
 
 @on_ranks(2)
@@ -173,9 +110,8 @@ def test_mixed_precision_is_that_of_torch() -> None:
     ours.blocks[1].register_forward_pre_hook(
         lambda module, args: seen.extend((args[0].dtype, module.mlp.up.weight.dtype))
     )
-    assert_same(
-        train(ours, True), train(theirs, True), rtol=1e-2, atol=2e-3
-    )  # sums of two bfloat16 gradients, in another order
+    # Sums of two bfloat16 gradients, in another order.
+    assert_same(train(ours), train(theirs), rtol=1e-2, atol=2e-3)
     assert set(seen) == {torch.bfloat16}
     assert {param.dtype for param in ours.parameters()} == {torch.float32}
 
@@ -189,7 +125,7 @@ def test_tensor_parallel_parameters_are_one_process() -> None:
     shard(model, mesh=mesh["dp"])
     before = model.blocks[0].mlp.up.weight
     assert before.full_tensor().equal(build().blocks[0].mlp.up.weight)
-    assert_same(train(model, True, data_ranks=2), alone())
+    assert_like_one_process(model, build(), data_ranks=2)
 
 
 @on_ranks(4)
@@ -213,13 +149,7 @@ def test_a_second_mesh_in_a_unit_is_that_of_torch() -> None:
         by(model)
         of_experts = [block.mlp.up.weight for block in model.blocks]
         assert {param.device_mesh.size() for param in of_experts} == {2}
-        optimizer, trained = sgd(model), []
-        for batch in (make_token_batch(SAMPLES, torch.Generator().manual_seed(seed)) for seed in range(3)):
-            optimizer.zero_grad()
-            token_loss(model, batch.part(dist.get_rank(), 4)).backward()
-            trained += [whole(param.grad) for param in model.parameters()]
-            optimizer.step()
-        noted.append([*trained, *map(whole, model.parameters())])
+        noted.append(train(model, steps=3, clips=False))
     assert_same(*noted)
 
 
@@ -237,7 +167,7 @@ def test_a_hook_of_reduced_gradients_is_called_as_in_torch() -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_all_reduce_hook(hook)
-        noted.append(train(model, True, before=sync))
+        noted.append(train(model, before=sync))
         calls.append(sizes)
     assert_same(*noted)
     assert calls[0] == calls[1]
@@ -251,8 +181,7 @@ def test_the_total_norm_is_read_as_that_of_torch_and_as_a_plain_one(
 ) -> None:
     model, source = shard(build(), mesh=mesh()), build()
     for each in (model, source):
-        batch = make_token_batch(SAMPLES, torch.Generator().manual_seed(7))
-        token_loss(each, batch.part(dist.get_rank(), 4) if each is model else batch).backward()
+        backward(each)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=order)
     wanted = nn.utils.clip_grad_norm_(source.parameters(), 0.1, norm_type=order)
     assert type(norm.full_tensor()) is Tensor
@@ -261,7 +190,7 @@ def test_the_total_norm_is_read_as_that_of_torch_and_as_a_plain_one(
     assert f"{norm:.3f} {norm}" == f"{norm.item():.3f} {norm.item()}"
     dist.all_reduce(norm)  # as pipeline schedules do
     torch.testing.assert_close(norm.item(), 4 * wanted.item())
-    assert_same([whole(p.grad) for p in model.parameters()], [p.grad for p in source.parameters()])
+    assert_same(wholes(p.grad for p in model.parameters()), wholes(p.grad for p in source.parameters()))
 
 
 def pickle_of(value: Tensor) -> Tensor:
@@ -284,7 +213,7 @@ def test_parameters_rest_as_torch_cuts_them_and_stay_the_same_objects() -> None:
         assert one.to_local().equal(other.to_local())
     held = list(ours.parameters())
     optimizer = sgd(ours)
-    assert_same(train(ours, True, optimizer), alone())
+    assert_same(train(ours, optimizer), train(build()))
     assert all(
         one is other and isinstance(one, UnevenDTensor) for one, other in zip(held, ours.parameters(), strict=True)
     )
@@ -332,7 +261,7 @@ def test_meta_parameters_are_filled_as_clients_do(fill: Callable[[Any, nn.Module
     with pytest.raises(ScheduleError, match=r"16 parameters|parameters are on the meta device"):
         model(torch.zeros(1, 4, dtype=torch.long))
     fill(model, build())
-    assert_same(train(model, True), alone())
+    assert_like_one_process(model, build())
 
 
 # ---- calls between forwards -----------------------------------------------------------------------------------------
@@ -354,7 +283,7 @@ def test_unshard_and_reshard_show_one_module() -> None:
     assert isinstance(block.mlp.up.weight, DTensor)
     model.reshard()
     assert isinstance(model.positions.weight, DTensor)
-    assert_same(train(model, True), train(source, False))
+    assert_like_one_process(model, source)
 
 
 def unit_names(model: nn.Module) -> list[str]:
@@ -374,16 +303,13 @@ class Wide(TinyTransformer):
 @on_ranks(2)
 def test_a_large_embedding_and_head_are_units_of_the_root(case: str) -> None:
     def shard_blocks(reshard_after_forward: bool | None = None) -> Any:
-        with fixed_seed(0):
-            model = Wide()
+        model = build(Wide)
         for block in model.blocks:
             fully_shard(block)
         return fully_shard(model, reshard_after_forward=reshard_after_forward)
 
-    with fixed_seed(0):
-        source = Wide()
-    model = shard_blocks()
-    assert_same(train(model, True, before=CASES[case][1]), train(source, False))
+    source, model = build(Wide), shard_blocks()
+    assert_like_one_process(model, source, CASES[case][1])
     model.set_reshard_after_forward(True)
     blocks = [f"blocks.{index}" for index in range(3)]
     assert unit_names(model) == ["", "tokens", *blocks, "head"]
@@ -419,7 +345,7 @@ def test_reset_goes_on_after_an_exception() -> None:
             model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
         handle.remove()
         model.reset_iter_state()
-    assert_same(train(model, True), alone())
+    assert_like_one_process(model, build())
     with pytest.raises(RuntimeError, match="root"):
         model.blocks[0].reset_iter_state()
 
@@ -488,45 +414,27 @@ def test_optimizers_step_on_local_tensors_and_show_their_state() -> None:
     optimizers[0].register_step_post_hook(show)
     adam = sys.modules["torch.optim.adam"]
     with patch.object(adam, "adam", wraps=vars(adam)["adam"]) as step:
-        trained = train(model, True, optimizers[0])
+        trained = train(model, optimizers[0])
         assert {type(each) for call in step.call_args_list for group in call.args[:5] for each in group} == {Tensor}
-    assert_same(trained, train(source, False, optimizers[1]))
+    assert_same(trained, train(source, optimizers[1]))
     assert len(seen) == 2
     wanted = optimizers[1].state[source.head.weight]
     assert seen[0].keys() == wanted.keys()
     assert_same([*seen[-1].values()], [*wanted.values()])
     optimizers[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-    assert_same(train(model, True, optimizers[0]), train(source, False, optimizers[1]))
-
-
-class Branch(nn.Module):
-    """Two linears, of which a call uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, uses_first: bool) -> Tensor:
-        """Run one."""
-        return self.first(x) if uses_first else self.second(x)
+    assert_same(*(train(*each) for each in zip((model, source), optimizers, strict=True)))
 
 
 @on_ranks(2)
 def test_what_a_step_does_not_use_has_no_gradient() -> None:
-    with fixed_seed(0):
-        model: Any = Branch()
-    reference = copy.deepcopy(model)
-    fully_shard(model)
-    optimizers = sgd(model), sgd(reference)
-    for step in range(4):
-        for each, optimizer in zip((model, reference), optimizers, strict=True):
-            optimizer.zero_grad()
-            each(torch.ones(2, 4) * (step + 1), step % 2 == 0).sum().backward()
-        grads = [param.grad is None for param in model.parameters()]
-        assert grads == [param.grad is None for param in reference.parameters()]
-        for each in optimizers:
-            each.step()
-        assert_same([whole(param) for param in model.parameters()], [whole(param) for param in reference.parameters()])
+    both = fully_shard(build(Branches)), build(Branches)
+    optimizers = [sgd(model) for model in both]
+    for branch in ("even", "odd", None, "odd"):
+        for model in both:
+            for layer in model.layers:
+                layer.branch = branch
+        options = {"steps": 1, "case": vector_case(Branches)}
+        assert_same(*(train(*each, **options) for each in zip(both, optimizers, strict=True)))  # no more gradients
 
 
 @on_ranks(2)
@@ -535,7 +443,7 @@ def test_inference_may_come_first() -> None:
     with torch.inference_mode():
         found = model(tokens)
     assert found.equal(build()(tokens))
-    assert_same(train(model, True), alone())
+    assert_like_one_process(model, build())
 
 
 @on_ranks(2)
@@ -594,9 +502,22 @@ def refusals() -> Iterator[tuple[str, type[Exception], str, Callable[[TinyTransf
         "FSDPModule",
         lambda model: fully_shard(model).set_modules_to_forward_prefetch([nn.Linear(1, 1)]),
     )
+    words = r"tied to Linear.weight.*fully_shard\(\[first, second\]\)"
+    yield "ties of two calls", ConfigurationError, words, lambda _: head_and_root(build(tied=True))
+    words = r"head of TinyTransformer has run already"
+    yield "above what has run", ConfigurationError, words, lambda model: head_and_root(model, torch.zeros(1, 16))
+
+
+def head_and_root(model: TinyTransformer, *inputs: Tensor) -> None:
+    """Shard the head, call it where it has an input, and shard the whole model."""
+    head: Any = fully_shard(model.head)
+    for each in inputs:
+        head(each)
+    fully_shard(model)
 
 
 SHARDED_BEFORE = ("twice", "ours, then torch's", "torch's, then ours", "custom collectives", "no module to prefetch")
+SHARDED_BEFORE += ("ties of two calls", "above what has run")
 
 
 @on_ranks(2)
@@ -608,22 +529,6 @@ def test_bad_input_is_one_sentence_and_changes_nothing() -> None:
         if name not in SHARDED_BEFORE:
             assert type(model) is TinyTransformer, name
             assert not any(isinstance(param, DTensor) for param in model.parameters()), name
-
-
-@on_ranks(2)
-def test_tied_parameters_of_two_calls_are_refused() -> None:
-    model = build(tied=True)
-    fully_shard(model.head)
-    with pytest.raises(ConfigurationError, match=r"tied to Linear.weight.*fully_shard\(\[first, second\]\)"):
-        fully_shard(model)
-
-
-@on_ranks(2)
-def test_a_root_above_one_that_has_run_is_refused() -> None:
-    model = build()
-    fully_shard(model.head)(torch.zeros(1, 16))
-    with pytest.raises(ConfigurationError, match=r"head of TinyTransformer has run already"):
-        fully_shard(model)
 
 
 @on_ranks(2)
@@ -651,16 +556,7 @@ def test_install_rebinds_and_restores() -> None:
     assert fsdp.fully_shard is composable.fully_shard is torch_fully_shard
 
 
-ROWS, WIDTH = 8, 6
-
-
-def blocks(number: int) -> list[nn.Module]:
-    with fixed_seed(0):
-        return [nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, WIDTH)) for _ in range(number)]
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2)
+ROWS = 8
 
 
 @pytest.mark.full(short=["Schedule1F1B"])
@@ -672,19 +568,21 @@ def test_stages_train_as_one_process(schedule: Any) -> None:
     stage, data_rank = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     is_interleaved = schedule is ScheduleInterleaved1F1B
     number = 4 if is_interleaved else 2
-    own, reference, group = blocks(2 * number), nn.Sequential(*blocks(2 * number)), mesh.get_group("pp")
+    own, reference = (build(lambda: nn.Sequential(*(Layer() for _ in range(2 * number)))) for _ in range(2))
+    group = mesh.get_group("pp")
     stages, parts = [], {}
     for index in range(stage, number, 2):
-        part = parts[index] = nn.Sequential(*own[2 * index : 2 * index + 2])
+        part = parts[index] = own[2 * index : 2 * index + 2]
         for block in part:
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(part, mesh=mesh["dp"])
         stages.append(PipelineStage(part, index, number, torch.device("cpu"), group=group))
     run = schedule(stages if is_interleaved else stages[0], 4, loss_fn=nn.functional.mse_loss)
-    optimizer, wanted = adam([p for part in parts.values() for p in part.parameters()]), adam(reference.parameters())
+    trained = [param for part in parts.values() for param in part.parameters()], [*reference.parameters()]
+    optimizer, wanted = (torch.optim.AdamW(params, lr=1e-2) for params in trained)
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
-        inputs, targets = (torch.randn(2 * ROWS, WIDTH, generator=generator) for _ in range(2))
+        inputs, targets = (torch.randn(2 * ROWS, FEATURES, generator=generator) for _ in range(2))
         mine = slice(data_rank * ROWS, (data_rank + 1) * ROWS)
         losses: list[Tensor] = []
         run.step(

@@ -1,0 +1,96 @@
+"""A model that any door has sharded, trained in the body of a test and compared with one process on the whole batch."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tests.support.arrangements import mesh_of
+from tests.support.case import SAMPLES, momentum
+from tests.support.on_ranks import fixed_seed
+from tests.support.zoo import ModelCase, TinyTransformer, token_case
+
+Noted = list[Tensor]
+Before = Callable[[Any, bool], object]
+"""What is done to a sharded model before a microbatch, the last of its step or not; or a block around it."""
+
+TOKENS = token_case(TinyTransformer)
+
+
+def build(make: Callable[..., Any] = TinyTransformer, seed: int = 0, **options: Any) -> Any:
+    with fixed_seed(seed):
+        return make(**options)
+
+
+def ring() -> DeviceMesh:
+    """All ranks in one dimension."""
+    return mesh_of((dist.get_world_size(),), ("shard",))
+
+
+def hybrid() -> DeviceMesh:
+    """Two replicas."""
+    return mesh_of((2, dist.get_world_size() // 2), ("replicate", "shard"))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def wholes(tensors: Any) -> Noted:
+    return [whole(each) for each in tensors if each is not None]
+
+
+def backward(model: Any, index: int = 7, case: ModelCase = TOKENS, data_ranks: int = 0, factor: float = 1.0) -> Tensor:
+    """Forward and backward of a batch, on a sharded model of this rank's part; the loss, as the mean over the ranks."""
+    batch = case.make_batch(SAMPLES, torch.Generator().manual_seed(index))
+    is_sharded, ranks = any(isinstance(param, DTensor) for param in model.parameters()), dist.get_world_size()
+    data_ranks = data_ranks or ranks
+    mine = batch.part(dist.get_rank() // (ranks // data_ranks), data_ranks) if is_sharded else batch
+    loss = case.loss(model, mine) * factor
+    loss.backward()
+    total = loss.detach().clone()
+    if is_sharded:
+        dist.all_reduce(total)
+        total /= ranks
+    return total
+
+
+def train(
+    model: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    before: Before | None = None,
+    *,
+    steps: int = 2,
+    case: ModelCase = TOKENS,
+    data_ranks: int = 0,
+    clips: bool = True,
+) -> Noted:
+    """Steps of two microbatches, by SGD with momentum if unsaid: losses, gradients, norms, and at the end weights."""
+    optimizer, noted = momentum(model) if optimizer is None else optimizer, Noted()
+    is_sharded = any(isinstance(param, DTensor) for param in model.parameters())
+    for step in range(steps):
+        for number in range(2):
+            around = before(model, number == 1) if before is not None and is_sharded else None
+            with around if isinstance(around, AbstractContextManager) else nullcontext():
+                noted.append(backward(model, 2 * step + number, case, data_ranks, 0.5))
+        noted += wholes(param.grad for param in model.parameters())
+        if clips:
+            noted.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return noted + wholes(model.parameters())
+
+
+def assert_same(found: Noted, wanted: Noted, **tolerance: float) -> None:
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        torch.testing.assert_close(one, other, msg=lambda text, number=number: f"{number}: {text}", **tolerance)
+
+
+def assert_like_one_process(model: Any, plain: nn.Module, before: Before | None = None, **options: Any) -> None:
+    """Train both: losses, gradients, norms and weights are the same."""
+    assert_same(train(model, before=before, **options), train(plain, **options))
