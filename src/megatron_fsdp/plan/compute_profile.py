@@ -6,7 +6,6 @@ the backward is over (`E`). A segment lies between two of them. The same events 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -102,23 +101,6 @@ class ComputeProfile:
     def events(self) -> str:
         """All events in compact form, such as `F0> F1> F1< F0< B0 B1 E`."""
         return " ".join(str(segment) for segment in self.segments)
-
-
-def idle_profile(gradients: Sequence[Sequence[str]]) -> ComputeProfile:
-    """Return a microbatch of units that run one after another inside the root, and compute nothing.
-
-    `gradients` has the names of each unit's trained parameters, the root's first; units are named by their numbers.
-    """
-    inner = range(1, len(gradients))
-    events = [(Event.FORWARD_BEGINS, 0)]
-    events += [(event, unit) for unit in inner for event in (Event.FORWARD_BEGINS, Event.FORWARD_ENDS)]
-    events += [(Event.FORWARD_ENDS, 0), *((Event.BACKWARD_BEGINS, unit) for unit in (0, *reversed(inner)))]
-    segments = [Segment(event, unit, 0, 0) for event, unit in events]
-    for segment in segments[-len(inner) :] if inner else ():
-        segment.gradients = list(gradients[segment.unit])
-    segments[-1].gradients += gradients[0]
-    segments.append(Segment(Event.BACKWARD_ENDS, 0, 0, 0))
-    return ComputeProfile(tuple(map(str, range(len(gradients)))), tuple(segments))
 
 
 @dataclass(frozen=True)
