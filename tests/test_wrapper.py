@@ -12,36 +12,24 @@ from megatron_fsdp import (
     FSDPDistributedIndex,
     MegatronFSDP,
     MixedPrecisionPolicy,
-    fully_shard_model,
 )
-from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh
+from tests.support.api_net import (
+    Layer,
+    build,
+    gradients,
+    largest_difference,
+    mesh,
+    run_batch,
+    summed_gradients,
+    wrap,
+)
 from tests.support.on_ranks import on_ranks
 
 TOLERANCE = 1e-6
 
 
-def wrap(strategy: int, **arguments: Any) -> MegatronFSDP:
-    return fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **arguments)
-
-
-def summed_gradients(numbers: list[int]) -> dict[str, Tensor]:
-    """Gradients of one process, summed over whole batches."""
-    model = build()
-    for number in numbers:
-        backward(model, next(batches(1, first=number)))
-    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-
-
-def gradients(model: MegatronFSDP) -> dict[str, Tensor]:
-    return {name: grad for name, grad in model.full_gradients().items() if grad is not None}
-
-
 def visible(model: MegatronFSDP) -> int:
     return sum(param.grad is not None for param in model.parameters())
-
-
-def run_batch(model: MegatronFSDP, number: int) -> None:
-    backward(model, next(batches(1, first=number)))
 
 
 # ---- attributes ------------------------------------------------------------------------------------------------------
@@ -56,7 +44,7 @@ def stamp_of(param: Any) -> Any:
 def test_attributes_tell_what_was_asked_for() -> None:
     net = build()
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
-    model = fully_shard_model(net, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=2, mixed_precision_policy=policy)
+    model = wrap(2, net, mixed_precision_policy=policy)
     raw, sharded = model.raw_param, dict(model.module.named_parameters())
     assert model.module is net
     assert str(model.device) == "cpu"
@@ -88,7 +76,7 @@ def test_the_class_syncs_only_when_told_and_leaves_its_config_alone() -> None:
     assert visible(configured) == 0
     configured.finish_grad_sync()
     assert visible(configured) == 7
-    assert largest_difference(gradients(configured), summed_gradients([0])) <= TOLERANCE
+    assert largest_difference(gradients(configured), summed_gradients(0)) <= TOLERANCE
     assert (plain.data_parallel_sharding_strategy, plain.model_auto_sync) == ("optim_grads_params", False)
     assert configured.data_parallel_sharding_strategy == "optim"
     assert configured.ddp_config is config
@@ -103,7 +91,7 @@ def test_the_class_syncs_only_when_told_and_leaves_its_config_alone() -> None:
 def test_gradients_are_synced_by_hand(strategy: int) -> None:
     def check(*numbers: int) -> None:
         assert visible(model) == 7
-        assert largest_difference(gradients(model), summed_gradients(list(numbers))) <= TOLERANCE
+        assert largest_difference(gradients(model), summed_gradients(*numbers)) <= TOLERANCE
 
     model = wrap(strategy, sync_model_each_microbatch=False)
     for number in (0, 1):

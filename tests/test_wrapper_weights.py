@@ -13,24 +13,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import MegatronFSDP, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
-from tests.support.api_net import Layer, build, largest_difference, mesh, train, weights
+from tests.support.api_net import build, largest_difference, mesh, train, weights, wrap
 from tests.support.on_ranks import assert_equal_tensors, local_of, on_ranks
 from tests.support.source_tree import ROOT
 
 
-def wrap(strategy: int, dtype: torch.dtype = torch.float32, **arguments: Any) -> MegatronFSDP:
-    model = build().to(dtype)
-    return fully_shard_model(model, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **arguments)
-
-
 def raw_values(model: MegatronFSDP) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in model.raw_param.items()}
-
-
-def plain_values() -> dict[str, Tensor]:
-    return {name: param.detach() for name, param in build().named_parameters()}
 
 
 def kinds(model: MegatronFSDP) -> set[str]:
@@ -47,7 +38,7 @@ def test_weights_are_gathered_ahead_of_a_forward(strategy: int) -> None:
     """Three units (root, two layers) fit at once, so all can be had whole; a forward then needs nothing more."""
     model = wrap(strategy)
     model.start_param_sync("ignored", force_sync=True)
-    assert largest_difference(raw_values(model), plain_values()) == 0.0
+    assert largest_difference(raw_values(model), weights(build())) == 0.0
     before = model.traffic()
     with torch.no_grad():
         output = model(torch.ones(2, 5))
@@ -84,7 +75,7 @@ def test_modules_can_be_given_either_kind_of_parameters_and_state_dicts_stay_sha
 @on_ranks(2)
 def test_broadcast_gives_every_rank_the_weights_of_the_first() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        model = wrap(0, dtype)
+        model = wrap(0, build().to(dtype))
         before = weights(model)["gain"]
         with torch.no_grad():
             for param in model.parameters():
@@ -166,7 +157,7 @@ def test_the_printed_average_equals_one_process_and_is_swapped_in_and_out(tmp_pa
     for kind in ("sharded", "plain"):
         model: Any = build()
         if kind == "sharded":
-            model = fully_shard_model(model, mesh(), fsdp_unit_modules=[Layer])
+            model = wrap(model=model)
             for copied in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
                 with pytest.raises(ConfigurationError, match=r"recipe of docs/.*#an-average-of-the-weights"):
                     copied(model)
@@ -230,7 +221,7 @@ def test_shards_that_torch_cut_evenly_load_into_the_model_and_into_its_inner_mod
         dist.broadcast(value, 0)
     even = {name: distribute_tensor(value, mesh(), [Shard(0)]) for name, value in given.items() if value.ndim}
     for prefix in ("module.", ""):
-        model = fully_shard_model(build(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+        model = wrap(strategy)
         target = model if prefix else model.module
         target.load_state_dict({prefix + name: value for name, value in even.items()}, strict=False)
         found = model.full_parameters()

@@ -23,7 +23,7 @@ from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.engine.test_precision_emulation import BF16, CASES, FP16, FP32, FP64, Job, assert_emulated, train
-from tests.support.api_net import Layer, backward, batches, build, mesh, wrap
+from tests.support.api_net import Layer, batches, build, gradients, mesh, run_batch, wrap
 from tests.support.case import Recording
 from tests.support.counting import OpCounts
 from tests.support.on_ranks import assert_equal_tensors, on_ranks
@@ -127,7 +127,7 @@ def test_where_the_switch_cannot_take_effect_it_says_so_alike_on_every_rank(num_
 def bytes_of_step(model: MegatronFSDP) -> tuple[int, int]:
     """Reductions and the bytes that one backward sends in them."""
     before = model.traffic()
-    backward(model, next(batches(1)))
+    run_batch(model, 0)
     model.zero_grad()
     sent = model.traffic().since(before)
     return sent.reductions, sent.reduce_bytes
@@ -157,17 +157,18 @@ def test_bytes_on_the_wire_follow_the_communication_dtype_at_once(strategy: int)
 def test_after_a_change_gradients_are_those_of_a_model_wrapped_so(strategy: int) -> None:
     """Bit for bit, so no bucket, view or factor of the earlier dtype is left."""
 
-    def gradients(model: MegatronFSDP) -> dict[str, torch.Tensor]:
-        backward(model, next(batches(1)))
-        found = {name: grad.clone() for name, grad in model.full_gradients().items() if grad is not None}
+    def gradients_of_batch(model: MegatronFSDP) -> dict[str, torch.Tensor]:
+        run_batch(model, 0)
+        found = gradients(model)
         model.zero_grad()
         return found
 
     model, found = wrap(strategy), {}
     for dtype in (None, BF16, FP64, FP16, None):
         model.reset_mixed_precision_policy(travelling_in(dtype))
-        found[dtype] = gradients(model)
-        assert_equal_tensors(found[dtype], gradients(wrap(strategy, mixed_precision_policy=travelling_in(dtype))))
+        found[dtype] = gradients_of_batch(model)
+        wrapped_so = wrap(strategy, mixed_precision_policy=travelling_in(dtype))
+        assert_equal_tensors(found[dtype], gradients_of_batch(wrapped_so))
     assert not all(torch.equal(found[None][name], found[BF16][name]) for name in found[None])
 
 
@@ -184,7 +185,7 @@ def test_what_cannot_change_is_refused_in_words_alike_on_every_rank(strategy: in
     refuse(MixedPrecisionPolicy(main_grads_dtype=BF16), "only grad_comm_dtype can change after wrapping")
     busy = "^grad_comm_dtype cannot change while gradients are on their way; call finish_grad_sync first$"
     with model.no_sync():
-        backward(model, next(batches(1)))
+        run_batch(model, 0)
     refuse(travelling_in(BF16), busy)
     model.finish_grad_sync()
     inputs = next(batches(1))[0].requires_grad_()

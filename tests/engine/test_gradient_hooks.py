@@ -9,25 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
-from tests.support.api_net import backward, batches, build, largest_difference, wrap
+from tests.support.api_net import build, gradients, largest_difference, run_batch, summed_gradients, wrap
 from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.zoo import MODEL_CASES
-
-
-def whole_gradients(index: int) -> dict[str, Tensor]:
-    model = build()
-    backward(model, next(batches(1, index)))
-    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-
-
-def difference(model: MegatronFSDP, wanted: dict[str, Tensor]) -> float:
-    shown = {name: grad for name, grad in model.full_gradients().items() if grad is not None}
-    return largest_difference(shown, wanted)
-
 
 # ---- when they run ---------------------------------------------------------------------------------------------------
 
@@ -51,15 +39,15 @@ def test_hooks_on_sharded_parameters_run_once_per_sync_in_order(strategy: int, d
 
         param.register_hook(on_grad)
         param.register_post_accumulate_grad_hook(on_param)
-    backward(model, next(batches(1)))
+    run_batch(model, 0)
     names = [name for name, _ in build().named_parameters()]
     root_first = sorted(names, key=lambda name: "layers" in name)
     assert order == [f"{kind} {name}" for name in root_first for kind in ("grad", "param")]
-    assert difference(model, whole_gradients(0)) <= 1e-6
+    assert largest_difference(gradients(model), summed_gradients(0)) <= 1e-6
     with model.no_sync():
-        backward(model, next(batches(1, 1)))
+        run_batch(model, 1)
     assert len(order) == 2 * len(names)
-    backward(model, next(batches(1, 2)))
+    run_batch(model, 2)
     model.finish_grad_sync()  # brings nothing new
     assert len(order) == 4 * len(names)
 
@@ -165,7 +153,7 @@ def test_a_hook_that_returns_something_else_is_refused_by_name() -> None:
 
     def refused(said: str) -> None:
         with pytest.raises(ConfigurationError) as raised:
-            backward(model, next(batches(1)))
+            run_batch(model, 0)
         assert str(raised.value).startswith(said)
 
     returned = "a gradient hook of head.bias returned a"
@@ -194,9 +182,9 @@ def test_post_accumulate_hooks_from_before_sharding_see_the_reduced_gradient(str
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(note_and_halve)
     wrapped = wrap(strategy, model)
-    backward(wrapped, next(batches(1)))
+    run_batch(wrapped, 0)
     assert kinds == ["UnevenDTensor"] * 7
-    assert difference(wrapped, {name: grad * 0.5 for name, grad in whole_gradients(0).items()}) <= 1e-6
+    assert largest_difference(gradients(wrapped), {n: grad * 0.5 for n, grad in summed_gradients(0).items()}) <= 1e-6
 
 
 @pytest.mark.parametrize("strategy", [1, 3])
@@ -222,7 +210,7 @@ def test_asked_for_by_a_sharded_parameter_autograd_gives_this_ranks_gradient(str
         for param in plain.values():
             if param.grad is not None:
                 dist.all_reduce(param.grad.div_(2))
-        assert difference(model, {n: p.grad for n, p in plain.items() if p.grad is not None}) <= 1e-5
+        assert largest_difference(gradients(model), gradients(alone)) <= 1e-5
         model.zero_grad()
         alone.zero_grad()
     model(x).square().mean().backward(inputs=[model.module[1].weight])

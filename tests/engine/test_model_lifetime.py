@@ -11,7 +11,7 @@ import torch
 
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_optimizer
 from megatron_fsdp.errors import ScheduleError
-from tests.support.api_net import backward, batches, train, wrap
+from tests.support.api_net import run_batch, train, wrap
 from tests.support.counting import held_bytes
 from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.settling import settled
@@ -64,7 +64,7 @@ def test_deleting_frees_everything_at_once_but_the_parameters_of_a_kept_optimize
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True))
     train(model, optimizer, 2)
     with model.no_sync():
-        backward(model, next(batches(1)))
+        run_batch(model, 0)
     model.clip_grad_norm_(1.0)
     model.state_dict()
     optimizer.zero_grad()

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from tests.support import api_net
-from tests.support.api_net import backward, batches, build, largest_difference, mesh, weights
+from tests.support.api_net import build, gradients, largest_difference, mesh, run_batch, summed_gradients, weights
 from tests.support.on_ranks import on_ranks, refusal
 
 BF16_GRADS = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.bfloat16)
@@ -36,32 +35,19 @@ class DecoupledSGD(torch.optim.Optimizer):
 wrap = partial(api_net.wrap, use_decoupled_grad=True)
 
 
-def whole_gradients(count: int = 1) -> dict[str, Tensor]:
-    """One process: the sum over the first batches."""
-    model = build()
-    for batch in batches(count):
-        backward(model, batch)
-    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-
-
-def shown(model: MegatronFSDP) -> dict[str, Tensor]:
-    return {name: grad for name, grad in model.full_gradients().items() if grad is not None}
-
-
 @pytest.mark.parametrize(("strategy", "auto_sync"), [(0, False), (1, True), (2, False), (3, True)])
 @on_ranks(2)
 def test_gradients_are_decoupled_in_their_own_dtype_and_grad_stays_none(strategy: int, auto_sync: bool) -> None:
     model = wrap(strategy, mixed_precision_policy=BF16_GRADS, sync_model_each_microbatch=auto_sync)
-    backward(model, next(batches(1)))
+    run_batch(model, 0)
     if not auto_sync:
         model.finish_grad_sync()
     for param in model.parameters():
         grad = param.decoupled_grad  # type: ignore[attr-defined]
         assert param.grad is None
         assert (grad.dtype, grad.placements, grad.shape) == (torch.bfloat16, param.placements, param.shape)  # type: ignore[attr-defined]
-    assert (
-        0.0 < largest_difference(shown(model), whole_gradients()) <= 2e-2
-    )  # of bfloat16's 8 bits, and not of a float32 that was cast on the way
+    # of bfloat16's 8 bits, and not of a float32 that was cast on the way
+    assert 0.0 < largest_difference(gradients(model), summed_gradients(0)) <= 2e-2
 
 
 @pytest.mark.parametrize(("strategy", "auto_sync"), [(0, True), (1, False), (3, False)])
@@ -74,9 +60,9 @@ def test_microbatches_clipping_and_scaling_act_on_decoupled_gradients(strategy: 
     reference_optimizer = DecoupledSGD(reference.parameters())
     worst = 0.0
     for step in range(3):
-        for batch in batches(2, first=2 * step):
-            backward(model, batch)
-            backward(reference, batch)
+        for number in (2 * step, 2 * step + 1):
+            run_batch(model, number)
+            run_batch(reference, number)
         model.finish_grad_sync()
         norm = model.clip_grad_norm_(0.05)
         worst = max(worst, abs(norm.item() - torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05).item()))
@@ -105,12 +91,12 @@ def test_every_way_to_clear_clears_decoupled_gradients() -> None:
     for strategy, clear in enumerate(CLEARS):
         model = wrap(strategy)
         optimizer = fully_shard_optimizer(DecoupledSGD(model.parameters()))
-        backward(model, next(batches(1, first=5)))
+        run_batch(model, 5)
         clear(model, optimizer)
-        assert [grad.abs().max().item() for grad in shown(model).values()] == ([0.0] * 7 if strategy == 0 else [])
-        for batch in batches(2):
-            backward(model, batch)
-        assert largest_difference(shown(model), whole_gradients(2)) <= 1e-6, strategy
+        assert [grad.abs().max().item() for grad in gradients(model).values()] == ([0.0] * 7 if strategy == 0 else [])
+        for number in range(2):
+            run_batch(model, number)
+        assert largest_difference(gradients(model), summed_gradients(0, 1)) <= 1e-6, strategy
 
 
 @pytest.mark.parametrize("strategy", [0, 3])
@@ -118,12 +104,14 @@ def test_every_way_to_clear_clears_decoupled_gradients() -> None:
 def test_what_is_in_grad_all_the_same_is_added(strategy: int) -> None:
     """A gradient that got into `.grad` of the sharded parameters, as that of a penalty on them does."""
     model = wrap(strategy)
-    backward(model, next(batches(1)))
+    run_batch(model, 0)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     model.finish_grad_sync()
     assert all(param.grad is None for param in model.parameters())
-    assert largest_difference(shown(model), {name: grad + 1.0 for name, grad in whole_gradients().items()}) <= 1e-6
+    assert (
+        largest_difference(gradients(model), {name: grad + 1.0 for name, grad in summed_gradients(0).items()}) <= 1e-6
+    )
 
 
 @on_ranks(2)

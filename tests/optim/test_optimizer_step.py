@@ -10,7 +10,17 @@ from torch import Tensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
-from tests.support.api_net import backward, batches, build, largest_difference, train, wrap
+from tests.support.api_net import (
+    backward,
+    batches,
+    build,
+    gradients,
+    largest_difference,
+    run_batch,
+    summed_gradients,
+    train,
+    wrap,
+)
 from tests.support.api_net import weights as whole_weights
 from tests.support.on_ranks import of_ranks, on_ranks
 
@@ -31,7 +41,7 @@ def test_step_syncs_gradients_unless_told_not_to(strategy: int) -> None:
     model = wrap(strategy, sync_model_each_microbatch=False)
     optimizer = connected_sgd(model)
     before = whole_weights(model)
-    backward(model, next(batches(1)))
+    run_batch(model, 0)
     optimizer.step(sync_grad_before_optimizer_step=False)
     assert largest_difference(whole_weights(model), before) == 0
     optimizer.step()
@@ -52,12 +62,12 @@ def test_step_installs_weights_unless_told_not_to(strategy: int) -> None:
         raw = {name: param.detach().float() for name, param in model.raw_param.items()}
         return largest_difference(raw, {name: value.bfloat16().float() for name, value in main.items()}) == 0.0
 
-    backward(model, next(batches(1)))
+    run_batch(model, 0)
     optimizer.step(install_optimized_model_weights=False)
     assert not installed()
     model.install_optimized_model_weights()
     assert installed()
-    backward(model, next(batches(1)))
+    run_batch(model, 0)
     optimizer.step()
     assert installed()
 
@@ -65,23 +75,14 @@ def test_step_installs_weights_unless_told_not_to(strategy: int) -> None:
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_zero_grad_forgets_pending_gradients_unless_told_not_to(strategy: int) -> None:
-    expected = []
-    for numbers in ([1], [0, 1]):
-        reference = build()
-        for number in numbers:
-            backward(reference, next(batches(1, first=number)))
-        expected.append({name: param.grad for name, param in reference.named_parameters() if param.grad is not None})
-    found = []
-    for keyword, wanted in ((True, expected[0]), (False, expected[1])):
+    for keyword, wanted in ((True, summed_gradients(1)), (False, summed_gradients(0, 1))):
         model = wrap(strategy, sync_model_each_microbatch=False)
         optimizer = connected_sgd(model)
-        backward(model, next(batches(1, first=0)))
+        run_batch(model, 0)
         optimizer.zero_grad(zero_grad_buffer=keyword)
-        backward(model, next(batches(1, first=1)))
+        run_batch(model, 1)
         model.finish_grad_sync()
-        gradients = {name: value for name, value in model.full_gradients().items() if value is not None}
-        found.append(largest_difference(gradients, wanted))
-    assert max(found) <= TOLERANCE
+        assert largest_difference(gradients(model), wanted) <= TOLERANCE
 
 
 # ---- closures --------------------------------------------------------------------------------------------------------

@@ -5,21 +5,27 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, ScheduleError
-from tests.support.api_net import backward, batches, build, largest_difference, mesh, train, weights, wrap
+from tests.support.api_net import (
+    build,
+    gradients,
+    largest_difference,
+    mesh,
+    run_batch,
+    summed_gradients,
+    train,
+    weights,
+    wrap,
+)
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, same_on_ranks
 from tests.support.zoo import MODEL_CASES, ModelName
 
 BF16 = MixedPrecisionPolicy(main_params_dtype=torch.float32)
 X = torch.ones(2, 5)
-
-
-def values(module: nn.Module) -> dict[str, Tensor]:
-    return {name: param.detach().clone() for name, param in module.named_parameters()}
 
 
 def full_names(module: nn.Module) -> set[str]:
@@ -46,11 +52,11 @@ def test_inside_modules_hold_full_plain_parameters(strategy: int, name: ModelNam
     case = MODEL_CASES[name]
     with fixed_seed(0):
         module = case.build()
-    expected = values(module)
+    expected = weights(module)
     model = fully_shard_model(module, fsdp_unit_modules=list(case.unit_classes), zero_dp_strategy=strategy)
     sharded = dict(module.named_parameters())
     with model.full_parameters_context():
-        assert_equal_tensors(values(module), expected)
+        assert_equal_tensors(weights(module), expected)
         assert {type(param) for param in module.parameters()} == {nn.Parameter}
         assert not any(param.requires_grad for param in module.parameters())
     after = dict(module.named_parameters())
@@ -64,9 +70,9 @@ def test_the_main_weights_are_shown_or_their_compute_dtype() -> None:
     main = weights(model)
     assert any(not torch.equal(value, value.bfloat16().float()) for value in main.values())
     with model.full_parameters_context():
-        assert_equal_tensors(values(model.module), main)
+        assert_equal_tensors(weights(model.module), main)
     with model.full_parameters_context(compute_dtype=True):
-        assert_equal_tensors(values(model.module), {name: value.bfloat16() for name, value in main.items()})
+        assert_equal_tensors(weights(model.module), {name: value.bfloat16() for name, value in main.items()})
 
 
 @pytest.mark.parametrize("weight_format", ["fp8_compute", "nvfp4"])
@@ -81,12 +87,12 @@ def test_what_compute_uses_is_shown_before_any_forward_and_after_a_change_in_pla
                 param.mul_(factor)
         main = weights(model)
         with model.full_parameters_context(compute_dtype=True):
-            shown = values(model.module)
+            shown = weights(model.module)
         for name, value in main.items():
             assert (shown[name] - value).abs().max() <= value.abs().max() / 6  # e2m1 rounds 5 to 4 or 6
         model(torch.ones(2, 8))
         with model.full_parameters_context(compute_dtype=True):
-            assert_equal_tensors(values(model.module), shown)
+            assert_equal_tensors(weights(model.module), shown)
 
 
 @pytest.mark.unmerged
@@ -203,18 +209,13 @@ def test_it_is_refused_where_it_cannot_work() -> None:
 
 @on_ranks(2)
 def test_gradients_that_wait_for_their_reduction_or_a_step_are_left_alone() -> None:
-    model, reference = wrap(), build()
-    for each in (model, reference):
-        backward(each, next(batches(1)))
+    model = wrap()
+    run_batch(model, 0)
     with model.full_parameters_context(writeback=True):
         pass
     with model.no_sync():
-        backward(model, next(batches(1, 1)))
+        run_batch(model, 1)
     with model.full_parameters_context():
         pass
-    backward(model, next(batches(1, 2)))
-    for batch in batches(2, 1):
-        backward(reference, batch)
-    wanted = {name: param.grad for name, param in reference.named_parameters() if param.grad is not None}
-    found = {name: grad for name, grad in model.full_gradients().items() if grad is not None}
-    assert largest_difference(found, wanted) <= 1e-6
+    run_batch(model, 2)
+    assert largest_difference(gradients(model), summed_gradients(0, 1, 2)) <= 1e-6

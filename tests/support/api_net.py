@@ -78,6 +78,11 @@ def backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
     return loss.item()
 
 
+def run_batch(model: nn.Module, number: int) -> float:
+    """Forward and backward of one of the batches."""
+    return backward(model, next(batches(1, number)))
+
+
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0, schedule: Any = None
 ) -> list[Any]:
@@ -97,6 +102,21 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     """Whole weights by name, copied; collective on a sharded model."""
     found = model.full_parameters() if isinstance(model, MegatronFSDP) else dict(model.named_parameters())
     return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients by name, copied, without those that are None; collective on a sharded model."""
+    is_sharded = isinstance(model, MegatronFSDP)
+    found = model.full_gradients() if is_sharded else {name: param.grad for name, param in model.named_parameters()}
+    return {name: grad.clone() for name, grad in found.items() if grad is not None}
+
+
+def summed_gradients(*numbers: int) -> dict[str, Tensor]:
+    """Gradients of one process, added up over the whole batches of these numbers."""
+    model = build()
+    for number in numbers:
+        run_batch(model, number)
+    return gradients(model)
 
 
 def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
