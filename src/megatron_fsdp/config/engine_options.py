@@ -199,6 +199,11 @@ class EngineOptions:
             self.overlap_grad_reduce or any(each.shards_gradients for each in self.strategies)
         )
 
+    @property
+    def asks_what_was_used(self) -> bool:
+        """True if ranks agree at every sync on the parameters that any of them used."""
+        return self.find_unused_parameters or self.skip_order is not None  # a step may use a unit on no rank at all
+
     def check_capture(self) -> None:
         """Raise if `cuda_graph_mode` is on with an option that copies tensors to the host in every step."""
         reads = {

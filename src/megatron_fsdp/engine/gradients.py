@@ -622,8 +622,8 @@ def _zero(tensors: list[torch.Tensor]) -> None:
 # A parameter that no rank used keeps `.grad` None, as on one process, so that weight decay and momentum leave it
 # alone. A rank cannot know that by itself, so the ranks agree at the first sync. Where every parameter was
 # used, which is the rule, they never ask again (and a parameter that goes unused later has a zero gradient); else they
-# agree at every sync. `find_unused_parameters=True` makes them ask every time: one small collective, and one
-# wait for it.
+# agree at every sync. `find_unused_parameters=True`, and units that ranks may skip, make them ask every time: one small
+# collective, and one wait for it.
 
 
 class UsageAgreement:
