@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -23,6 +24,29 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str |
     load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """State of an optimizer by parameter and slot, whole. Collective."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    return {
+        f"{names[id(param)]}/{slot}": (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for param, state in optimizer.state.items()
+        for slot, value in state.items()
+    }
+
+
+class Stateful:
+    """Something that has a state dict."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state or {}
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
 
 
 def contents(folder: str) -> dict[str, Any]:

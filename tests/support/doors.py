@@ -1,15 +1,17 @@
 """A model that any door has sharded, trained in the body of a test and compared with one process on the whole batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, experimental
 from tests.support.arrangements import mesh_of
 from tests.support.case import SAMPLES, momentum
 from tests.support.on_ranks import fixed_seed
@@ -27,6 +29,26 @@ def build(make: Callable[..., Any] = TinyTransformer, seed: int = 0, **options: 
         return make(**options)
 
 
+def in_buckets(model: nn.Module, fields: Mapping[str, Any], **options: Any) -> DistributedDataParallel:
+    """Wrap a model as the fields of a configuration say."""
+    return DistributedDataParallel(DistributedDataParallelConfig(**fields), model, **options)
+
+
+def one_by_one(by: Callable[..., Any], *modules: nn.Module, **options: Any) -> Any:
+    """Shard modules by calls, inner ones first; returns the last."""
+    for module in modules:
+        by(module, **options)
+    return modules[-1]
+
+
+def in_place(*modules: nn.Module) -> Any:
+    """The same by the per-module interface, where all is sharded over all ranks."""
+    cut = [Shard(0)]
+    with experimental.fully_shard_context("cpu"):
+        placements = experimental.Placements([0], cut, cut, cut)
+        return one_by_one(experimental.fully_shard, *modules, mesh=ring(), placements=placements)
+
+
 def ring() -> DeviceMesh:
     """All ranks in one dimension."""
     return mesh_of((dist.get_world_size(),), ("shard",))
@@ -39,6 +61,10 @@ def hybrid() -> DeviceMesh:
 
 def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(param) for name, param in model.named_parameters()}
 
 
 def wholes(tensors: Any) -> Noted:
@@ -86,11 +112,24 @@ def train(
     return noted + wholes(model.parameters())
 
 
-def assert_same(found: Noted, wanted: Noted, **tolerance: float) -> None:
+def step(model: Any, optimizer: torch.optim.Optimizer, index: int, case: ModelCase = TOKENS) -> None:
+    """One step of one batch."""
+    backward(model, index, case)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_same(found: Noted, wanted: Noted, rtol: float | None = None, atol: float | None = None) -> None:
     for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        torch.testing.assert_close(one, other, msg=lambda text, number=number: f"{number}: {text}", **tolerance)
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=partial("{}: {}".format, number))
 
 
-def assert_like_one_process(model: Any, plain: nn.Module, before: Before | None = None, **options: Any) -> None:
-    """Train both: losses, gradients, norms and weights are the same."""
-    assert_same(train(model, before=before, **options), train(plain, **options))
+def assert_like_one_process(
+    model: Any,
+    plain: nn.Module,
+    before: Before | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> None:
+    """Train both: losses, gradients, norms and weights are the same; the optimizer is that of the sharded one."""
+    assert_same(train(model, optimizer, before, **options), train(plain, **options))

@@ -7,7 +7,7 @@ case.build()`), so that every rank builds the same weights.
 """
 
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, make_dataclass
 from functools import partial
@@ -51,6 +51,17 @@ class ModelCase:
     make_batch: Callable[[int, torch.Generator], Batch]  # so many samples
     loss: Callable[[nn.Module, Batch], Tensor]
     unit_classes: tuple[type[nn.Module], ...]  # `fsdp_unit_modules`
+
+
+class Holder(nn.Module):
+    """Tensors, which become parameters, and modules by name, with buffers; it computes nothing."""
+
+    def __init__(self, buffers: Mapping[str, Tensor] | None = None, **held: Any) -> None:
+        super().__init__()
+        for name, value in held.items():
+            setattr(self, name, nn.Parameter(value) if isinstance(value, Tensor) else value)
+        for name, value in (buffers or {}).items():
+            self.register_buffer(name, value)
 
 
 class Attention(nn.Module):
@@ -749,6 +760,9 @@ class Tower(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.floors(self.first(x)))
+
+
+TOWER = ModelCase(Tower, partial(make_vector_batch, features=(TOWER_FEATURES,) * 2), vector_loss, (Floor,))
 
 
 def tower_loss(model: nn.Module, x: Tensor) -> Tensor:
