@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, Collectives, OpCounts, own_part
+from tests.support.doors import in_buckets
 from tests.support.formulas import footprints_of, step_traffic
 from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.zoo import MODEL_CASES
@@ -72,10 +72,6 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def wrap(fields: Fields, module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(DistributedDataParallelConfig(**fields), module or Steps([]), **options)
-
-
 FORWARD = "forward1 forward2 forward3 forward4"
 ALL_GATHERED = "gather1 gather2 gather3 gather4"
 IN_TURN = "gather1 gather2 forward1 gather3 forward2 gather4 forward3 forward4"
@@ -116,7 +112,7 @@ MOMENTS: dict[str, tuple[Fields, str, str]] = {  # the first step, and the secon
 def test_collectives_start(name: str) -> None:
     fields, first, later = MOMENTS[name]
     log: Log = []
-    model = wrap(fields, Steps(log))
+    model = in_buckets(Steps(log), fields)
     for number, layer in enumerate(model.module.layers, start=1):  # type: ignore[arg-type]
         layer.register_forward_pre_hook(lambda *_, number=number: log.append(f"forward{number}"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -144,7 +140,7 @@ def test_a_step_sends_each_bucket_once_however_many_microbatches(
     case, size = MODEL_CASES[name], 900 if name != "scalars" else 40
     torch.manual_seed(0)
     fields = {"bucket_size": size, "use_distributed_optimizer": shards, "overlap_grad_reduce": True}
-    model = wrap(fields, case.build())
+    model = in_buckets(case.build(), fields)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     batch = case.make_batch(2, torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(3):
@@ -178,7 +174,7 @@ def _shares(trained: list[Any], cut: list[Any], num_ranks: int) -> int:
 
 @on_ranks(4)
 def test_two_instances_send_a_share_of_each_bucket_across_as_well() -> None:
-    model = wrap({**SHARDS, "num_distributed_optimizer_instances": 2})
+    model = in_buckets(Steps([]), {**SHARDS, "num_distributed_optimizer_instances": 2})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(3):
         with OpCounts() as counts:
@@ -195,7 +191,7 @@ def test_two_instances_send_a_share_of_each_bucket_across_as_well() -> None:
 
 def extra_operators(fields: Fields) -> dict[str, int]:
     """Operators of a steady forward and backward beyond those of the plain model."""
-    model = wrap(fields)
+    model = in_buckets(Steps([]), fields)
     for _ in range(3):
         model.zero_grad()
         with OpCounts() as wrapped:
@@ -226,10 +222,10 @@ def test_each_gradient_is_copied_once() -> None:
 @pytest.mark.parametrize(("shards", "num_ranks"), [(False, 3), (True, 3)])
 @on_ranks()
 def test_padded_buckets_are_multiples_of_two_to_the_sixteenth(shards: bool, num_ranks: int) -> None:
-    whole = wrap({"overlap_grad_reduce": True}, disable_bucketing=True)
+    whole = in_buckets(Steps([]), {"overlap_grad_reduce": True}, disable_bucketing=True)
     assert ([group.numel for group in footprints_of(whole)], whole.bucket_size) == ([sum(NUMELS)], None)
     fields = {"use_distributed_optimizer": shards, "pad_buckets_for_high_nccl_busbw": True, "bucket_size": 1_000}
-    padded = [group.numel for group in footprints_of(wrap(fields))]
+    padded = [group.numel for group in footprints_of(in_buckets(Steps([]), fields))]
     assert len(padded) == 3
     assert all(numel % 2**16 == 0 and (not shards or numel % num_ranks == 0) for numel in padded)
     assert all(numel <= 2**16 * num_ranks for numel in padded)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
+from tests.support.doors import in_buckets
 from tests.support.on_ranks import fixed_seed, on_ranks
 
 Fields = dict[str, Any]
@@ -23,10 +23,6 @@ def pair() -> nn.Module:
     return nn.Sequential(OrderedDict(first=first, between=nn.Tanh(), second=second)).bfloat16()
 
 
-def wrap(fields: Fields, model: nn.Module) -> DistributedDataParallel:
-    return DistributedDataParallel(DistributedDataParallelConfig(**fields), model)
-
-
 def errors(fields: Fields, microbatches: int) -> tuple[dict[str, float], dict[str, torch.dtype]]:
     """Relative error of gradients summed over microbatches and ranks, against float64; and the dtypes they have.
 
@@ -34,7 +30,7 @@ def errors(fields: Fields, microbatches: int) -> tuple[dict[str, float], dict[st
     """
     with fixed_seed(0):
         plain = pair()
-    wrapped = wrap(fields, deepcopy(plain))
+    wrapped = in_buckets(deepcopy(plain), fields)
     data = torch.Generator().manual_seed(1)
     exact = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in plain.named_parameters()}
     for microbatch in range(microbatches):
@@ -86,7 +82,7 @@ def test_division_before_the_sum_keeps_it_in_range(way: Fields) -> None:
     """The mean of gradients whose sum leaves the range of bfloat16 (3.4e38)."""
     for division, is_finite in (({}, False), ({"gradient_reduce_div_fusion": False}, True)):
         model = nn.Linear(2, 2, bias=False).bfloat16()
-        wrapped = wrap({**way, **division, "megatron_fsdp_main_params_dtype": None}, model)
+        wrapped = in_buckets(model, {**way, **division, "megatron_fsdp_main_params_dtype": None})
         wrapped(torch.full((1, 2), 3e38, dtype=torch.bfloat16)).sum().backward()
         (grad,) = wrapped.full_gradients().values()
         assert grad is not None

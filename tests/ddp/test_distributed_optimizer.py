@@ -10,21 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     MegatronFSDP,
     fully_shard,
-    fully_shard_model,
     fully_shard_optimizer,
 )
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.ddp import DistributedOptimizer
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
-from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights
+from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights, wrap
+from tests.support.dcp_contents import whole_state
 from tests.support.on_ranks import on_ranks, refusal
 
 TOLERANCE = 2e-6
@@ -38,8 +37,7 @@ def buckets(dtype: torch.dtype = torch.float32, **fields: Any) -> DistributedDat
 
 
 def units(strategy: int, dtype: torch.dtype = torch.float32, **arguments: Any) -> MegatronFSDP:
-    model = build().to(dtype)
-    return fully_shard_model(model, mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, **arguments)
+    return wrap(strategy, build().to(dtype), **arguments)
 
 
 MODELS: dict[str, Callable[[], MegatronFSDP]] = {
@@ -207,15 +205,6 @@ def test_groups_zeros_and_bad_arguments() -> None:
     train(wrapped, DistributedOptimizer(connected, wrapped), 2)
     train(reference, adamw(reference), 2)
     assert largest_difference(weights(wrapped), weights(reference)) <= TOLERANCE
-
-
-def whole_state(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every state tensor, whole, by parameter and slot."""
-    return {
-        f"{model.param_to_name[param]}/{slot}": (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-        for param, state in optimizer.state.items()
-        for slot, value in state.items()
-    }
 
 
 def made_for_checkpoint(name: str) -> tuple[MegatronFSDP, DistributedOptimizer]:

@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.comm.groups import timeout_of
 from megatron_fsdp.ddp import DistributedOptimizer
+from tests.support.doors import in_buckets
 from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.settling import settled
 
@@ -64,7 +65,7 @@ def test_collectives_of_the_model_do_not_meet_those_of_buckets() -> None:
     """From a model of this process alone, over some steps; ranks other than the first skip a layer after one step."""
     torch.manual_seed(0)
     alone = Speaking()
-    model = wrap(REDUCING, copy.deepcopy(alone))
+    model = in_buckets(copy.deepcopy(alone), REDUCING)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     reference = torch.optim.SGD(alone.parameters(), lr=0.1)
     rank, worst = dist.get_rank(), 0.0
@@ -86,8 +87,8 @@ def test_collectives_of_the_model_do_not_meet_those_of_buckets() -> None:
     assert worst < 1e-7
 
 
-def wrap(fields: Mapping[str, Any], module: nn.Module | None = None) -> DistributedDataParallel:
-    return DistributedDataParallel(DistributedDataParallelConfig(**fields), module or nn.Linear(3, 3))
+def wrap(fields: Mapping[str, Any]) -> DistributedDataParallel:
+    return in_buckets(nn.Linear(3, 3), fields)
 
 
 def live() -> tuple[int, int, int]:

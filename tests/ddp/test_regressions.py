@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
+from megatron_fsdp import DistributedDataParallel
 from megatron_fsdp.ddp import DistributedOptimizer
 from megatron_fsdp.errors import ShardOperationError
 from tests.conftest import RunRanks
 from tests.support.case import Scenario, check_strategies, ddp, three_steps
-from tests.support.on_ranks import engine_of, on_ranks
-from tests.support.zoo import FEATURES, Batch, ModelCase, make_batch, vector_case
+from tests.support.doors import in_buckets
+from tests.support.on_ranks import assert_equal_tensors, engine_of, on_ranks
+from tests.support.zoo import FEATURES, Batch, ModelCase, Ordered, make_batch, vector_case
 
 OVERLAPPING = {
     "use_distributed_optimizer": True,
@@ -61,38 +63,16 @@ class TwoReaders(nn.Module):
         return self.first(self.second(x))
 
 
-class Skipping(nn.Module):
-    """Looks at a layer's dtype before it is called, and may read its weight without calling it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = (nn.Linear(5, 5) for _ in range(3))
-        self.calls = True
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x.to(self.first.weight.dtype))  # as models of Hugging Face cast
-        self.seen.append(self.last.weight.dtype)
-        x = self.middle(x)
-        return (self.last(x) if self.calls else x @ self.last.weight).float()
-
-
-def trained(module: nn.Module, optimizer: Any, steps: int = 3) -> None:
+def trained(model: nn.Module, optimizer: Any, steps: int = 3) -> None:
     for step in range(steps):
-        (module(torch.full((2, 5), 0.1 * (step + 1))).square().sum()).backward()
+        (model(torch.full((2, FEATURES), 0.1 * (step + 1))).square().sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
 def wrapped(module: nn.Module, fields: dict[str, Any]) -> tuple[DistributedDataParallel, DistributedOptimizer]:
-    model = DistributedDataParallel(DistributedDataParallelConfig(**fields), module)
+    model = in_buckets(module, fields)
     return model, DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
-
-
-def difference(model: DistributedDataParallel, plain: nn.Module) -> float:
-    """The largest between a model and one of one process."""
-    full = model.full_parameters()
-    return max((full[name] - param).abs().max().item() for name, param in plain.named_parameters())
 
 
 class HeadOutside(nn.Module):
@@ -123,15 +103,23 @@ def test_weights_are_there_for_whoever_reads_them(run_ranks: RunRanks, case: Mod
 
 @on_ranks(2)
 def test_reading_a_weight_too_early_says_why() -> None:
-    torch.manual_seed(0)
-    model, optimizer = wrapped(Skipping(), OVERLAPPING)
+    module = Ordered()
+
+    def looks_at_dtypes(x: torch.Tensor) -> torch.Tensor:
+        x = module.first(x.to(module.first.weight.dtype))  # as models of Hugging Face cast
+        assert module.last.weight.dtype == torch.float32
+        return module.last(module.middle(x))
+
+    module.forward = looks_at_dtypes  # type: ignore[method-assign]
+    model, optimizer = wrapped(module, OVERLAPPING)
     trained(model, optimizer, 1)
-    model.module.calls = False
-    with pytest.raises(ShardOperationError) as caught:
-        model(torch.ones(2, 5))
+    with (
+        mock.patch.object(module, "forward", lambda x: module.middle(module.first(x)) @ module.last.weight),
+        pytest.raises(ShardOperationError) as caught,
+    ):
+        model(torch.ones(2, FEATURES))
     assert any("leave overlap_param_gather out" in note for note in caught.value.__notes__)
     model.reset()
-    model.module.calls = True
     trained(model, optimizer, 1)  # it goes on
 
 
@@ -148,7 +136,7 @@ def test_a_parameter_can_be_copied_without_its_model_and_sets_are_refused_as_tor
 
 @on_ranks(2)
 def test_the_buckets_of_the_first_backward_are_given_back() -> None:
-    model, optimizer = wrapped(nn.Sequential(*[nn.Linear(5, 5) for _ in range(6)]), {**OVERLAPPING, "bucket_size": 30})
+    model, optimizer = wrapped(nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)]), {**OVERLAPPING, "bucket_size": 42})
     trained(model, optimizer, 1)
     first = model.memory().transient_peak_bytes
     gradients = [group.gradients for group in model.parameter_groups() if group.gradients is not None]
@@ -160,7 +148,7 @@ def test_the_buckets_of_the_first_backward_are_given_back() -> None:
 
 @on_ranks(2)
 def test_a_step_that_gradients_passed_by_is_told_once() -> None:
-    model = DistributedDataParallel(DistributedDataParallelConfig(), nn.Linear(5, 5))
+    model = in_buckets(nn.Linear(5, 5), {})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # not connected
     before = model.full_parameters()
     with warnings.catch_warnings(record=True) as caught:
@@ -186,4 +174,4 @@ def test_ranks_may_defer_unequal_numbers_of_microbatches() -> None:
     for _ in range(3):
         (plain(torch.ones(2, 5)).square().sum() / 2).backward()
     reference.step()
-    assert difference(model, plain) < 1e-6
+    assert_equal_tensors(model.full_parameters(), dict(plain.named_parameters()), atol=1e-6)

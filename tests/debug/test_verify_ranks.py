@@ -7,20 +7,18 @@ import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import Shard
 
 from megatron_fsdp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     MegatronFSDP,
-    experimental,
     fsdp2,
     fully_shard_model,
 )
@@ -29,8 +27,8 @@ from megatron_fsdp.config.engine_options import VERIFY_TIMEOUT_S, VERIFY_VARIABL
 from megatron_fsdp.debug.verify_ranks import RankVerifier
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
-from tests.support.arrangements import mesh_of
 from tests.support.case import FP32, Recording, Run, Scenario, Setting, assert_parity, reference, run_sharded
+from tests.support.doors import in_place, one_by_one
 from tests.support.on_ranks import of_ranks, on_ranks, refusal
 from tests.support.settling import settled
 from tests.support.zoo import FEATURES, Layer, Ordered, vector_case
@@ -71,25 +69,13 @@ def test_a_skipped_unit_stops_every_rank_with_the_same_message(
     assert "calls model.join(unit, hidden) instead" in message
 
 
-def by_torchs_calls(model: Ordered) -> None:
-    for module in [*model.layers, model]:
-        fsdp2.fully_shard(module)
-
-
-def in_place(model: Ordered) -> None:
-    mesh, cut = mesh_of((dist.get_world_size(),), ("dp",)), [Shard(0)]
-    with experimental.fully_shard_context("cpu"):
-        for module in [*model.layers, model]:
-            experimental.fully_shard(module, mesh, experimental.Placements([0], cut, cut, cut))
-
-
-@pytest.mark.parametrize("by", [by_torchs_calls, in_place])
+@pytest.mark.parametrize("by", [partial(one_by_one, fsdp2.fully_shard), in_place])
 @on_ranks(2)
-def test_models_sharded_in_place_are_compared_where_the_environment_asks(by: Callable[[Ordered], object]) -> None:
+def test_models_sharded_in_place_are_compared_where_the_environment_asks(by: Callable[..., object]) -> None:
     model = Ordered()
     model.order = (0, 1, 2, 3) if dist.get_rank() == 0 else (0, 1, 3)
     with mock.patch.dict(os.environ, {"MFSDP_VERIFY_RANKS": str(_WAIT_S)}):
-        by(model)
+        by(*model.layers, model)
         message = refusal(lambda: model(X).sum().backward())
     assert message.startswith("rank 0 gathers layers.2 (")
     assert "model.join" not in message
@@ -186,23 +172,10 @@ def test_equal_ranks_are_never_stopped_and_train_as_one_process(run_ranks: RunRa
         assert_parity(outcomes, reference(VERIFIED, 2), FP32)
 
 
-class Branches(nn.Module):
-    """Eight layers in a row, of which all ranks but the first leave two out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, layer in enumerate(self.layers):
-            if dist.get_rank() == 0 or index not in (3, 4):
-                x = layer(x)
-        return x
-
-
 @on_ranks(2)
 def test_buckets_that_fill_in_another_order_on_each_rank_are_no_difference() -> None:
-    """With an outer axis, where a rank that wants memory waits for what others send over it."""
+    """With an outer axis, where a rank that wants memory waits for what others send over it; one skips two layers."""
+    order = tuple(range(8)) if dist.get_rank() == 0 else (0, 1, 2, 5, 6, 7)
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         overlap_grad_reduce=True,
@@ -214,10 +187,10 @@ def test_buckets_that_fill_in_another_order_on_each_rank_are_no_difference() -> 
     for verify in ("0", "20"):
         torch.manual_seed(0)
         with mock.patch.dict(os.environ, {VERIFY_VARIABLE: verify}):
-            model = DistributedDataParallel(config, Branches())
+            model = DistributedDataParallel(config, Ordered(order, 8))
         for _ in range(3):
             model.zero_grad()
-            model(torch.ones(2, 4)).sum().backward()
+            backward(model)
             model.finish_grad_sync()
         grads.append(dict(model.full_gradients()))
     plain, verified = grads

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import experimental, fully_shard
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.hf import load_hf, save_hf
 from tests.conftest import RunRanks
-from tests.experimental.test_fully_shard import Block, Net, blocks_and_root, mesh_of, shard
+from tests.experimental.test_fully_shard import layers_and_root, mesh_for, net, shard
+from tests.support.dcp_contents import whole_state
+from tests.support.doors import weights_of
 from tests.support.on_ranks import fixed_seed
+from tests.support.zoo import Layer
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -26,19 +28,19 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def in_place(net: nn.Module, strategy: str = "zero-3") -> Trained:
-    shard(net, [strategy], blocks_and_root)
-    optimizer = adamw(net)
+def in_place(model: nn.Module, strategy: str = "zero-3") -> Trained:
+    shard(layers_and_root(model), strategy)
+    optimizer = adamw(model)
     experimental.fully_shard_optimizer(optimizer)
-    return net, optimizer
+    return model, optimizer
 
 
-def wrapped(net: nn.Module) -> Trained:
-    return fully_shard(net, adamw(net), mesh_of(1), dp_shard_dim="inner", fsdp_unit_modules=[Block])
+def wrapped(model: nn.Module) -> Trained:
+    return fully_shard(model, adamw(model), mesh_for(), dp_shard_dim="inner", fsdp_unit_modules=[Layer])
 
 
-def plain(net: nn.Module) -> Trained:
-    return net, adamw(net)
+def plain(model: nn.Module) -> Trained:
+    return model, adamw(model)
 
 
 DOORS: dict[str, Callable[[nn.Module], Trained]] = {
@@ -51,7 +53,7 @@ DOORS: dict[str, Callable[[nn.Module], Trained]] = {
 
 def trained(door: str, seed: int, steps: int = 1) -> Trained:
     with fixed_seed(seed):
-        model, optimizer = DOORS[door](Net())
+        model, optimizer = DOORS[door](net(seed=seed))
         for _ in range(steps):
             model(torch.randn(4, 6)).square().mean().backward()
             optimizer.step()
@@ -61,15 +63,11 @@ def trained(door: str, seed: int, steps: int = 1) -> Trained:
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Weights and moments, whole, by the names of the plain model; the output shows that compute weights are new."""
-    names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
-    found: dict[str, Any] = dict(zip(names, model.parameters(), strict=True))
-    for name, param in zip(names, model.parameters(), strict=True):
-        found |= {f"{name}.{kind}": value for kind, value in optimizer.state[param].items()}
+    both = weights_of(model) | whole_state(model, optimizer)
+    found = {name.removeprefix("module."): value for name, value in both.items()}
     with torch.no_grad():
         found["output"] = model(torch.ones(2, 6))
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach() for name, value in found.items()
-    }
+    return found
 
 
 def stripped(value: Any) -> Any:
@@ -134,7 +132,7 @@ def loaded(door: str, folder: str, wanted: dict[str, Tensor]) -> dict[str, list[
 @pytest.mark.parametrize("source", ["in place", "wrapped", "plain"])
 def test_checkpoints_of_all_doors_load_into_each_other(run_ranks: RunRanks, source: str, tmp_path: Path) -> None:
     wanted = run_ranks(2, saved, source, str(tmp_path))[0]
-    assert len(wanted) == 1 + 4 * len(list(Net().parameters()))
+    assert len(wanted) == 1 + 4 * len(list(net().parameters()))
     for ranks, door in ((3, "in place, with whole weights"), (3, "wrapped"), (1, "plain")):
         if door == source:
             continue  # each door's own tests load what it has saved
@@ -142,21 +140,15 @@ def test_checkpoints_of_all_doors_load_into_each_other(run_ranks: RunRanks, sour
             assert found == {key: [] for key in found}, door
 
 
-def exported(door: str, folder: str) -> dict[str, Tensor]:
-    both = trained(door, 0)
-    save_hf(both[0], folder)
-    return state_of(*both)
-
-
-def imported(door: str, folder: str) -> dict[str, Tensor]:
-    both = trained(door, 1)
-    load_hf(both[0], folder)
+def through_files(act: Callable[[nn.Module, str], object], seed: int, door: str, folder: str) -> dict[str, Tensor]:
+    both = trained(door, seed)
+    act(both[0], folder)
     return state_of(*both)
 
 
 @pytest.mark.parametrize(("source", "target"), [("in place", "wrapped"), ("wrapped", "in place")])
 def test_files_of_hugging_face_go_in_and_out(run_ranks: RunRanks, source: str, target: str, tmp_path: Path) -> None:
-    wanted = run_ranks(2, exported, source, str(tmp_path))[0]
-    for found in run_ranks(3, imported, target, str(tmp_path)):
-        names = [name for name, _ in Net().named_parameters()]
+    wanted = run_ranks(2, through_files, save_hf, 0, source, str(tmp_path))[0]
+    for found in run_ranks(3, through_files, load_hf, 1, target, str(tmp_path)):
+        names = [name for name, _ in net().named_parameters()]
         assert all(torch.equal(found[name], wanted[name]) for name in (*names, "output"))

@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
 
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.describe import Description, describe
@@ -18,35 +16,26 @@ from megatron_fsdp.experimental import Placements, fully_shard, fully_shard_cont
 from megatron_fsdp.hang.log_file import Mark, read_folder
 from megatron_fsdp.hang.watch import log_for_hangs, stop_logging_for_hangs
 from megatron_fsdp.trace import Timeline, trace
-from tests.support.on_ranks import fixed_seed, on_ranks, refusal
+from tests.experimental.test_fully_shard import AVG, STRATEGIES, R, S, mesh_for, placements
+from tests.support.arrangements import mesh_of
+from tests.support.doors import build
+from tests.support.on_ranks import on_ranks, refusal
 from tests.support.zoo import FLOORS, Tower
 from tests.trace.training import data, plain, sharded_tower
 
-R, S, AVG = Replicate(), Shard(0), Partial("avg")
 Trained = tuple[nn.Module, torch.optim.Optimizer]
-
-PLACEMENTS = {
-    0: Placements([0], [R], [AVG], [R]),
-    1: Placements([0], [R], [AVG], [S]),
-    2: Placements([0], [R], [S], [S]),
-    3: Placements([0], [S], [S], [S]),
-}
-
-
-def shard_tower(tower: nn.Module, optimizer: torch.optim.Optimizer | None = None, strategy: int = 3) -> Trained:
-    """Each floor and the rest are a unit; the optimizer is a new one on the new parameters."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    with fully_shard_context("cpu"):
-        for module in (*tower.floors, tower):  # type: ignore[misc]
-            fully_shard(module, mesh, PLACEMENTS[strategy], MixedPrecisionPolicy())
-    made = torch.optim.AdamW(tower.parameters(), lr=1e-2 if optimizer is None else optimizer.param_groups[0]["lr"])
-    fully_shard_optimizer(made)
-    return tower, made
 
 
 def in_place(strategy: int) -> Trained:
-    with fixed_seed(0):
-        return shard_tower(Tower(), strategy=strategy)
+    """A tower of which each floor and the rest are a unit, and an optimizer of its new parameters."""
+    tower = build(Tower)
+    with fully_shard_context("cpu"):
+        for module in (*tower.floors, tower):
+            given = placements(list(STRATEGIES)[strategy])
+            fully_shard(module, mesh_of((dist.get_world_size(),), ("dp",)), given, MixedPrecisionPolicy())
+    optimizer = torch.optim.AdamW(tower.parameters(), lr=1e-2)
+    fully_shard_optimizer(optimizer)
+    return tower, optimizer
 
 
 def train(both: Trained, steps: int = 2) -> Timeline:
@@ -88,14 +77,12 @@ def test_descriptions_and_traces_are_those_of_a_wrapper(strategy: int) -> None:
 
 @on_ranks(4)
 def test_each_unit_says_its_strategy() -> None:
-    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    tower = Tower()
+    tower, flat, hybrid = Tower(), mesh_for(), mesh_for("hfsdp")
     with fully_shard_context("cpu"):
-        fully_shard(tower.floors[0], flat, PLACEMENTS[1])
-        fully_shard(tower.floors[1], hybrid, Placements([0, 1], [R, S], [AVG, S], [S, S]))
+        fully_shard(tower.floors[0], flat, placements("zero-1"))
+        fully_shard(tower.floors[1], hybrid, placements("hfsdp"))
         fully_shard(tower.floors[2], hybrid, Placements([0, 1], [R, R], [AVG, S], [R, S]))
-        fully_shard(tower, flat, PLACEMENTS[0])
+        fully_shard(tower, flat, placements("ddp"))
     described = describe(tower)
     assert described.strategy == "no_shard, optim, optim_grads_params, optim_grads"
     assert described.outer_strategy == "optim, no_shard"
@@ -127,11 +114,10 @@ def test_a_log_names_the_unit_of_each_event(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_a_model_that_is_not_sharded_is_refused() -> None:
     assert "this Linear has no engines" in refusal(describe, nn.Linear(2, 2))
-    mesh = init_device_mesh("cpu", (2,))
     pair = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for module in pair:
         with fully_shard_context("cpu"):
-            fully_shard(module, mesh, PLACEMENTS[3])
+            fully_shard(module, mesh_for(), placements("zero-3"))
             assert "no engines" in refusal(trace, module)
     assert "has 2 engines" in refusal(describe, pair)
     assert describe(pair[0]).model == "Linear"

@@ -7,37 +7,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, FSDPDistributedIndex, MegatronFSDP
 from megatron_fsdp.errors import NotSupportedYetError
 from megatron_fsdp.fully_shard import fully_shard_optimizer
-from tests.support.on_ranks import engine_of, fixed_seed, on_ranks, refusal
-from tests.support.zoo import FLOORS, Block, Floor, TinyTransformer, Tower, tower_loss
-from tests.trace.training import data
+from tests.support.doors import Noted, assert_same, build, train
+from tests.support.on_ranks import assert_equal_tensors, engine_of, fixed_seed, on_ranks, refusal
+from tests.support.zoo import FLOORS, TOWER, Block, Floor, TinyTransformer, Tower
 
 
 def wrapped(version: int, **fields: Any) -> DistributedDataParallel:
     config = DistributedDataParallelConfig(
         use_megatron_fsdp=True, megatron_fsdp_version=version, **{"overlap_grad_reduce": True, **fields}
     )
-    with fixed_seed(0):
-        return DistributedDataParallel(config, Tower(), fsdp_unit_modules=[Floor])
+    return DistributedDataParallel(config, build(Tower), fsdp_unit_modules=[Floor])
 
 
-def trained(model: MegatronFSDP, *, max_norm: float = 0.01) -> list[torch.Tensor]:
-    """Gradients, norms and weights of three steps of two microbatches, the first without a sync."""
+def trained(model: MegatronFSDP) -> Noted:
+    """What three steps of two microbatches give, the first of them without a sync."""
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    found = []
-    for step in range(3):
-        with model.no_sync():
-            tower_loss(model, data(step)).backward()
-        tower_loss(model, data(step + 9)).backward()
-        found += [param.grad.full_tensor() for param in model.parameters() if isinstance(param.grad, DTensor)]
-        found.append(model.clip_grad_norm_(max_norm))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*found, *model.full_parameters().values()]
+    return train(model, optimizer, lambda _, is_last: None if is_last else model.no_sync(), steps=3, case=TOWER)
 
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -68,8 +57,8 @@ def test_versions_give_the_same_bits(name: str) -> None:
     labels = [[unit.label for unit in engine_of(model).units] for model in (first, second)]
     assert labels[0] == labels[1] == ["(root)", *(f"floors.{floor}" for floor in range(FLOORS))]
     ours, theirs = trained(second), trained(first)
-    assert len(ours) == len(theirs) == 3 * (2 * FLOORS + 3) + 2 * FLOORS + 2
-    assert all(map(torch.equal, ours, theirs))
+    assert len(ours) == 3 * (2 + 2 * FLOORS + 3) + 2 * FLOORS + 2
+    assert_same(ours, theirs, rtol=0, atol=0)
     assert list(first.state_dict()) == list(second.state_dict())
 
 
@@ -83,10 +72,7 @@ def test_the_wrapper_takes_it_of_a_configuration_and_matches_ranks() -> None:
         module = Tower()
     with pytest.warns(UserWarning, match="differed between ranks") if dist.get_rank() == 0 else fixed_seed(0):
         model = MegatronFSDP(module, index, config, fsdp_unit_modules=[Floor], sync_model_each_microbatch=True)
-    with fixed_seed(0):
-        first = Tower()
-    for name, value in model.full_parameters().items():
-        assert torch.equal(value, dict(first.named_parameters())[name])
+    assert_equal_tensors(model.full_parameters(), dict(build(Tower).named_parameters()))
     assert [unit.label for unit in engine_of(model).units][:2] == ["(root)", "floors.0"]
 
 
@@ -112,12 +98,7 @@ def test_what_it_cannot_do_is_refused(name: str) -> None:
 def test_a_parameter_tied_across_units_is_refused_and_nothing_is_changed() -> None:
     module = nn.Sequential(Tower(), Tower())
     module[1].floors[0].up.weight = module[0].floors[0].up.weight  # type: ignore[index, union-attr]
-    config = DistributedDataParallelConfig(
-        use_megatron_fsdp=True,
-        megatron_fsdp_version=2,
-        data_parallel_sharding_strategy="optim_grads_params",
-        overlap_grad_reduce=True,
-    )
+    config = wrapped(2, **STRATEGIES["3"]).ddp_config
     before = list(module.parameters())
     said = refusal(DistributedDataParallel, config, module, fsdp_unit_modules=[Floor])
     assert "1.floors.0.up.weight, tied to 0.floors.0.up.weight, cannot be used with megatron_fsdp_version=2" in said

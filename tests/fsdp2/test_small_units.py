@@ -21,26 +21,19 @@ from megatron_fsdp.describe import describe
 from megatron_fsdp.engine.engine import engine_of_model
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from megatron_fsdp.fsdp2 import fully_shard, register_fsdp_forward_method
-from tests.fsdp2.test_fully_shard import (
-    Noted,
-    all_reduce,
-    always,
-    assert_same,
-    hybrid,
-    pickle_of,
-    sgd,
-    sync,
-    train_for,
-    unit_names,
-    whole,
-)
-from tests.support.on_ranks import fixed_seed, on_ranks, refusal
-from tests.support.zoo import FEATURES, Branching, Layer, NeighbourCallers, Ordered, Recomputed, make_batch, vector_loss
+from tests.fsdp2.test_fully_shard import all_reduce, always, pickle_of, sync, unit_names
+from tests.support import doors
+from tests.support.case import momentum as sgd
+from tests.support.doors import Before, assert_same, hybrid, whole, wholes
+from tests.support.on_ranks import on_ranks, refusal
+from tests.support.zoo import FEATURES, Branches, Layer, NeighbourCallers, Ordered, Recomputed, vector_case
 
-SAMPLES = 12
 LAYER_BYTES = sum(param.nbytes for param in Layer().parameters())
 SIX = partial(Ordered, tuple(range(6)), 6)
-Each = Callable[[Any, bool], object]
+build = partial(doors.build, SIX)
+backward = partial(doors.backward, case=vector_case(SIX))
+# Gradients are not clipped, as norms are added up otherwise where units are merged.
+train = partial(doors.train, steps=3, case=vector_case(SIX), clips=False)
 
 
 class Tied(Layer):
@@ -60,11 +53,6 @@ def partly_frozen() -> Ordered:
     return model
 
 
-def build(make: Callable[[], Any] = SIX) -> Any:
-    with fixed_seed(0):
-        return make()
-
-
 def shard(model: Any, together: int = 3, **options: Any) -> Any:
     """Shard each layer and the root; units of up to so many layers are merged."""
     largest = max(sum(param.nbytes for param in layer.parameters()) for layer in model.layers)
@@ -72,11 +60,6 @@ def shard(model: Any, together: int = 3, **options: Any) -> Any:
     for layer in model.layers:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
-
-
-def train(model: Any, is_sharded: bool, each: Each = always) -> Noted:
-    """Three steps; their gradients are not clipped, as norms are added up otherwise where units are merged."""
-    return train_for(3, model, is_sharded, before=each, draw=make_batch, loss_of=vector_loss, clips=False)
 
 
 def layer_by_layer(model: Any, is_last: bool) -> None:
@@ -109,7 +92,7 @@ def keep_some(model: Any, is_last: bool) -> None:
 
 
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], Each]] = {
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], Before]] = {
     "plain": (SIX, {}, always),
     "accumulated": (SIX, {}, sync),
     "accumulated layer by layer": (SIX, {}, layer_by_layer),
@@ -119,7 +102,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], Each]] = {
     "recomputed inside one another": (NeighbourCallers, {}, always),
     "partly frozen": (partly_frozen, {}, sync),
     "tied": (partial(Ordered, (0, 1, 2, 3), 4, Tied), {}, sync),
-    "branching": (partial(Ordered, (0, 1, 2), 3, Branching), {}, always),
+    "branching": (Branches, {}, always),
     "prefetched": (SIX, {}, prefetch),
     "shown and hidden": (SIX, {}, show_and_hide),
     "some kept": (SIX, {}, keep_some),
@@ -133,27 +116,27 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], Each]] = {
 @on_ranks()
 def test_merged_units_are_one_process_and_have_the_bits_of_unmerged_ones(case: str) -> None:
     make, options, each = CASES[case]
-    merged = shard(build(make), **options)
-    found = train(merged, True, each)
+    merged = shard(doors.build(make), **options)
+    found = train(merged, before=each)
     assert any(".." in name for name in unit_names(merged))
-    assert_same(found, train(build(make), False))
-    assert_same(found, train(shard(build(make), 0, **options), True, each), rtol=0, atol=0)
+    assert_same(found, train(doors.build(make)))
+    assert_same(found, train(shard(doors.build(make), 0, **options), before=each), rtol=0, atol=0)
 
 
 @pytest.mark.full(short=["all_reduce"])
 @pytest.mark.parametrize("each", [sync, all_reduce])
 @on_ranks(4)
-def test_merged_units_of_hybrid_meshes_are_one_process(each: Each) -> None:
-    found = train(shard(build(), mesh=hybrid()), True, each)
-    assert_same(found, train(build(), False))
-    assert_same(found, train(shard(build(), 0, mesh=hybrid()), True, each), rtol=0, atol=0)
+def test_merged_units_of_hybrid_meshes_are_one_process(each: Before) -> None:
+    found = train(shard(build(), mesh=hybrid()), before=each)
+    assert_same(found, train(build()))
+    assert_same(found, train(shard(build(), 0, mesh=hybrid()), before=each), rtol=0, atol=0)
 
 
 @on_ranks(2)
 def test_mixed_precision_has_the_bits_of_unmerged_units() -> None:
-    found = train(shard(build(), mp_policy=BFLOAT16), True, sync)
-    assert_same(found, train(shard(build(), 0, mp_policy=BFLOAT16), True, sync), rtol=0, atol=0)
-    assert_same(found, train(build(), False), rtol=5e-2, atol=5e-3)
+    found = train(shard(build(), mp_policy=BFLOAT16), before=sync)
+    assert_same(found, train(shard(build(), 0, mp_policy=BFLOAT16), before=sync), rtol=0, atol=0)
+    assert_same(found, train(build()), rtol=5e-2, atol=5e-3)
 
 
 # ---- which units are merged, and what is sent -----------------------------------------------------------------------
@@ -174,12 +157,12 @@ SINGLE = [f"layers.{index}" for index in range(6)]
 @on_ranks(2)
 def test_merged_units_take_one_message_each(together: int, names: list[str], gathers: int, reductions: int) -> None:
     model = shard(build(), together)
-    train(model, True)
+    train(model)
     assert unit_names(model) == ["", *names]
     assert ("small neighbours merged" in str(describe(model))) == (together > 0)
     engine = engine_of_model(model)
     before = replace(engine.traffic)
-    vector_loss(model, make_batch(SAMPLES, torch.Generator())).backward()
+    backward(model)
     sent = engine.traffic.since(before)
     assert (sent.gathers, sent.reductions) == (gathers, reductions)
 
@@ -206,19 +189,19 @@ def test_what_is_set_apart_before_the_first_forward_is_not_merged(case: str) -> 
     for together in (9, 0):
         model = shard(build(), together)
         APART[case](model)
-        noted.append(train(model, True))
+        noted.append(train(model))
         assert unit_names(model) == ["", *(["layers.0", "layers.1", "layers.2..5"] if together else SINGLE)]
     assert_same(*noted, rtol=0, atol=0)
 
 
 @on_ranks(2)
 def test_a_divisor_from_before_the_first_forward_divides_the_sum() -> None:
-    model, source, batch = shard(build()), build(), make_batch(SAMPLES, torch.Generator())
+    model, source = shard(build()), build()
     for module in (model, *model.layers):
         module.set_gradient_divide_factor(3.0)
-    vector_loss(model, batch.part(dist.get_rank(), 2)).backward()
-    vector_loss(source, batch).backward()
-    assert_same([whole(param.grad) for param in model.parameters()], [p.grad * 2 / 3 for p in source.parameters()])
+    backward(model)
+    backward(source)
+    assert_same(wholes(param.grad for param in model.parameters()), [p.grad * 2 / 3 for p in source.parameters()])
 
 
 @on_ranks(2)
@@ -272,7 +255,7 @@ def test_one_module_is_shown_and_hidden() -> None:
     torch.testing.assert_close(first(torch.ones(2, FEATURES)), source.layers[0](torch.ones(2, FEATURES)))
     with pytest.raises(ShardOperationError):
         second.up.weight @ torch.ones(FEATURES)  # a forward of a neighbour has hidden it
-    assert_same(train(model, True), train(source, False))
+    assert_same(train(model), train(source))
 
 
 @on_ranks(2)
@@ -294,7 +277,7 @@ def test_one_module_is_called_alone() -> None:
     assert isinstance(model.layers[2].up.weight, DTensor)
     with torch.no_grad():
         assert model.layers[5](x).equal(source.layers[5](x))
-    assert_same(train(model, True), train(build(), False))
+    assert_same(train(model), train(build()))
 
 
 # ---- settings that change later -------------------------------------------------------------------------------------
@@ -311,7 +294,7 @@ LATER: dict[str, tuple[Callable[[Any, Any], object], Any, Any]] = {
 @on_ranks(2)
 def test_what_one_module_sets_later_is_refused_until_all_have_set_it(method: str) -> None:
     change, before, after = LATER[method]
-    trained = [(model := shard(build(), together), train(model, True)) for together in (3, 0)]
+    trained = [(model := shard(build(), together), train(model)) for together in (3, 0)]
     (model, _), (single, _) = trained
     change(model.layers[1], after)
     assert refusal(model, torch.ones(2, FEATURES), error=ConfigurationError) == (
@@ -322,27 +305,26 @@ def test_what_one_module_sets_later_is_refused_until_all_have_set_it(method: str
     for each in (model, single):
         for layer in each.layers[:3]:
             change(layer, after)
-    assert_same(train(model, True), train(single, True), rtol=0, atol=0)
+    assert_same(train(model), train(single), rtol=0, atol=0)
 
 
 @on_ranks(2)
 def test_switches_may_change_between_forward_and_backward() -> None:
     model, source = shard(build()), build()
-    batch = make_batch(SAMPLES, torch.Generator())
-    loss = vector_loss(model, batch.part(dist.get_rank(), 2))
+    loss = model(torch.ones(2, FEATURES)).sum()
     model.layers[0].set_requires_gradient_sync(False)
     with pytest.raises(ConfigurationError, match=r"set_requires_gradient_sync was called with False for layers.0"):
         loss.backward()
     model.reset_iter_state()
     layer_by_layer(model, False)
-    vector_loss(model, batch.part(dist.get_rank(), 2)).backward()
+    backward(model)
     assert all(param.grad is None for param in model.layers.parameters())
     assert model.first.weight.grad is not None
     layer_by_layer(model, True)
-    vector_loss(model, batch.part(dist.get_rank(), 2)).backward()
+    backward(model)
     for _ in range(2):
-        vector_loss(source, batch).backward()
-    assert_same([whole(p.grad) for p in model.parameters()], [p.grad for p in source.parameters()])
+        backward(source)
+    assert_same(*(wholes(p.grad for p in each.parameters()) for each in (model, source)))
 
 
 @on_ranks(2)
@@ -355,10 +337,10 @@ def test_a_hook_of_reduced_gradients_is_called_once_for_all() -> None:
 
     for layer in model.layers:
         layer.set_all_reduce_hook(hook)
-    batch, source = make_batch(SAMPLES, torch.Generator()), build()
-    vector_loss(model, batch.part(dist.get_rank(), 2)).backward()
-    vector_loss(source, batch).backward()
-    assert_same([whole(p.grad) for p in model.layers.parameters()], [3 * p.grad for p in source.layers.parameters()])
+    source = build()
+    backward(model)
+    backward(source)
+    assert_same(wholes(p.grad for p in model.layers.parameters()), [3 * p.grad for p in source.layers.parameters()])
     assert_same([whole(model.first.weight.grad)], [source.first.weight.grad])
     assert len(sizes) == 2  # of layers.0..2, and of layers.3..5
 
@@ -371,16 +353,16 @@ def test_parameters_names_and_state_dicts_stay_those_of_the_calls() -> None:
     model, source = shard(build()), build()
     held, optimizer = list(model.parameters()), sgd(model)
     before = model.state_dict()
-    train(model, True)
-    train(source, False)
+    train(model)
+    train(source)
     assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
     assert list(model.state_dict()) == list(source.state_dict())
-    assert_same([*map(whole, before.values())], [*source.state_dict().values()])  # they follow
+    assert_same(wholes(before.values()), wholes(source.state_dict().values()))  # they follow
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {*map(id, held)}
     other = shard(build(), 0)
-    train(other, True)
+    train(other)
     other.load_state_dict({name: whole(value) for name, value in pickle_of(source.state_dict()).items()})
-    assert_same(train(other, True), train(source, False))
+    assert_same(train(other), train(source))
     state = model.layers[1]._get_fsdp_state()
     assert state is not model.layers[0]._get_fsdp_state()
     assert state.modules == [model.layers[1]]
@@ -390,7 +372,7 @@ def test_parameters_names_and_state_dicts_stay_those_of_the_calls() -> None:
 @on_ranks(2)
 def test_a_deleted_model_frees_its_memory_at_once() -> None:
     model = shard(build())
-    train(model, True)
+    train(model)
     units = [weakref.ref(unit) for unit in engine_of_model(model).units]
     gc.collect()
     gc.disable()
@@ -410,5 +392,5 @@ def test_a_root_of_several_modules_merges_below_each() -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard([model.first, model.last], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    assert_same(train(model, True), train(source, False))
+    assert_same(train(model), train(source))
     assert unit_names(model) == ["", "first..last", "layers.0..5"]
