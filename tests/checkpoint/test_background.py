@@ -22,13 +22,14 @@ from megatron_fsdp.checkpoint.store import CheckpointStore
 from megatron_fsdp.checkpoint.verify import verify
 from megatron_fsdp.comm.groups import timeout_of
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from tests.checkpoint.test_load import step, wrap
+from tests.checkpoint.test_load import wrap
 from tests.support.dcp_contents import state_of
+from tests.support.doors import step
 from tests.support.on_ranks import assert_equal_tensors, on_ranks, refusal, same_on_ranks
 from tests.support.settling import LIMIT_S
 from tests.support.source_tree import SOURCE
 from tests.support.worker_pool import WorkerPool
-from tests.support.zoo import ModelName
+from tests.support.zoo import MODEL_CASES, ModelName
 
 # ---- one process ----------------------------------------------------------------------------------------------------
 
@@ -116,7 +117,7 @@ def locals_of(state: Any) -> dict[str, Tensor]:
 def test_training_does_not_leak_into_what_is_saved(tmp_path: Path, name: ModelName) -> None:
     """Save twice while training goes on: saved is what was there at the second start, by way of the same memory."""
     model, optimizer = wrap(name, 3, 0)
-    step(name, model, optimizer, 1)
+    step(model, optimizer, 1, MODEL_CASES[name])
     store, places = CheckpointStore(tmp_path / "run", keep_last=1), []
     with closing(BackgroundSaver()) as saver:
         for iteration in (1, 2):
@@ -134,10 +135,10 @@ def test_training_does_not_leak_into_what_is_saved(tmp_path: Path, name: ModelNa
             assert saver.buffers.staged_bytes == sum(tensor.nbytes for tensor in before.values())
             del state
             for seed in (2, 3):  # gathers and reductions while the thread holds the copy, or writes it
-                step(name, model, optimizer, 10 * iteration + seed)
+                step(model, optimizer, 10 * iteration + seed, MODEL_CASES[name])
                 go.set()
     other, its_optimizer = wrap(name, 3, 7)
-    step(name, other, its_optimizer, 1)
+    step(other, its_optimizer, 1, MODEL_CASES[name])
     loaded = state_of(other, its_optimizer)
     dcp.load(loaded, checkpoint_id=store.resolve(2))
     assert len(before) > 10
@@ -189,7 +190,7 @@ def mark_from_first(folder: Path, rank: int) -> None:
 
 def take_down(root: str) -> str:
     model, optimizer = wrap("odd_shapes", 3, 0)
-    step("odd_shapes", model, optimizer, 1)
+    step(model, optimizer, 1, MODEL_CASES["odd_shapes"])
     checkpoints = Checkpointer(root, keep_last=1, in_background=True)
     checkpoints.save(1, model, optimizer)
     checkpoints.wait()

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
-from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint.background import StagingBuffers
 from megatron_fsdp.dtensor.shard_spec import describe_chunks
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 from tests.conftest import RunRanks
-from tests.support.on_ranks import fixed_seed, local_of, on_ranks
+from tests.support.case import shard
+from tests.support.dcp_contents import Stateful
+from tests.support.on_ranks import assert_equal_tensors, local_of, on_ranks
 from tests.support.zoo import MODEL_CASES
 
 
@@ -61,19 +62,8 @@ def test_a_copy_is_equal_and_apart_and_each_tensor_owns_just_its_bytes() -> None
         assert not tensor.requires_grad
 
 
-class Counter:
-    def __init__(self) -> None:
-        self.count = torch.tensor(3)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "names": ["a"]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
 def test_nesting_objects_and_what_has_a_state_dict() -> None:
-    counter, stream, names = Counter(), io.BytesIO(b"bytes"), {"a", "b"}
+    counter, stream, names = Stateful({"count": torch.tensor(3), "names": ["a"]}), io.BytesIO(b"bytes"), {"a", "b"}
     module = nn.Linear(2, 2)
     state = {
         "nested": OrderedDict(list=[torch.ones(2), {"deep": (torch.zeros(1), "text")}], none=None),
@@ -83,7 +73,7 @@ def test_nesting_objects_and_what_has_a_state_dict() -> None:
         "names": names,
     }
     copied = StagingBuffers().copy(state)
-    counter.count += 1
+    counter.state["count"] += 1
     names.add("c")
     module.weight.data.zero_()
     assert copied["nested"]["none"] is None
@@ -140,7 +130,7 @@ def same(left: list[tuple[Any, ...]], right: list[tuple[Any, ...]]) -> bool:
     )
 
 
-def differing(state: dict[str, Any]) -> list[str]:
+def assert_copied(state: dict[str, Any]) -> None:
     before = {key: chunks_and_elements(tensor) for key, tensor in state.items()}
     buffers = StagingBuffers()
     copied = buffers.copy(state)
@@ -148,29 +138,22 @@ def differing(state: dict[str, Any]) -> list[str]:
     with torch.no_grad():
         for tensor in state.values():
             tensor.to_local().zero_()
-    wrong = [key for key in state if not same(chunks_and_elements(copied[key]), before[key])]
-    wrong += [key for key in state if type(copied[key]) is not type(state[key])]
-    wrong += [key for key in state if copied[key].placements != state[key].placements]
-    for key, tensor in state.items():  # tools that look at the local tensor find a description there, too
+    for key, tensor in state.items():
+        assert same(chunks_and_elements(copied[key]), before[key]), key
+        assert (type(copied[key]), copied[key].placements) == (type(tensor), tensor.placements), key
+        # Tools that look at the local tensor find a description there, too.
         described = hasattr(local_of(tensor), "__create_chunk_list__")
-        if described and not same(chunks_and_elements(local_of(copied[key])), before[key]):
-            wrong.append(key)
-        if described != hasattr(local_of(copied[key]), "__create_chunk_list__"):
-            wrong.append(key)
-    return wrong
+        assert hasattr(local_of(copied[key]), "__create_chunk_list__") == described, key
+        assert not described or same(chunks_and_elements(local_of(copied[key])), before[key]), key
 
 
 @on_ranks(2)
 def test_copies_of_sharded_tensors_answer_torchs_questions_alike() -> None:
     case = MODEL_CASES["odd_shapes"]
-    wrong = []
     for options in ({}, {"preproc_state_dict_for_dcp_ckpt": False}):
-        with fixed_seed(0):
-            model = case.build()
-        wrapped, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
-        state = wrapped.state_dict()
+        state = shard(case, **options)[0].state_dict()
         assert any(isinstance(tensor, UnevenDTensor) for tensor in state.values())
-        wrong += differing(state)
+        assert_copied(state)
     mesh = init_device_mesh("cpu", (2,))
     rank = dist.get_rank()
     local = torch.arange(3.0 + rank)
@@ -181,10 +164,15 @@ def test_copies_of_sharded_tensors_answer_torchs_questions_alike() -> None:
         "transposed": DTensor.from_local(torch.randn(2, 3).t(), mesh, [Shard(1)]),
         "replicated": DTensor.from_local(torch.ones(4), mesh, [Replicate()]),
     }
-    assert wrong + differing(stock) == []
+    assert_copied(stock)
 
 
-def copy_from_device() -> tuple[bool, bool, bool]:
+@pytest.mark.gpu
+def test_copies_from_a_device_hold_what_was_there_when_they_were_asked_for(run_ranks: RunRanks) -> None:
+    run_ranks(1, copy_from_device, device_type="cuda")
+
+
+def copy_from_device() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     numbers = torch.arange(16.0 * 1024 * 1024, device=device)
     state = {"large": numbers.clone(), "slice": numbers[5:105], "host": torch.ones(3)}
@@ -193,11 +181,7 @@ def copy_from_device() -> tuple[bool, bool, bool]:
     for tensor in state.values():
         tensor.zero_()  # queued behind the copies, which may still be under way
     buffers.wait_until_copied()
-    equal = torch.equal(copied["large"], torch.arange(16.0 * 1024 * 1024)) and copied["host"].tolist() == [1.0] * 3
-    equal = equal and torch.equal(copied["slice"], torch.arange(5.0, 105.0))
-    return equal, copied["large"].is_pinned(), all(not tensor.is_cuda for tensor in copied.values())
-
-
-@pytest.mark.gpu
-def test_copies_from_a_device_hold_what_was_there_when_they_were_asked_for(run_ranks: RunRanks) -> None:
-    assert run_ranks(1, copy_from_device, device_type="cuda") == [(True, True, True)]
+    wanted = {"large": torch.arange(16.0 * 1024 * 1024), "slice": torch.arange(5.0, 105.0), "host": torch.ones(3)}
+    assert_equal_tensors(copied, wanted)
+    assert copied["large"].is_pinned()
+    assert not any(tensor.is_cuda for tensor in copied.values())

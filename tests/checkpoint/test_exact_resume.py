@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from tests.checkpoint.test_load import contents
+from tests.checkpoint.test_reshard import by_kind
 from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, Arrangement, hybrid_arguments, place_tensors, tensor_arguments
-from tests.support.dcp_contents import same
+from tests.support.case import shard
+from tests.support.dcp_contents import Stateful, same
 from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.worker_pool import WorkerPool
 
@@ -82,20 +83,7 @@ class Case:
         return f"{self.arrangement}-{self.strategy}-{self.in_background}"
 
 
-class Counter:
-    """Numbers that a loop keeps."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {"skipped": 0, "seconds": 0.0}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = copy.deepcopy(state)
-
-
-class Shuffle(Counter):
+class Shuffle(Stateful):
     """A data position: an order drawn anew for each epoch, and a place in it; the same on every rank."""
 
     length = 10
@@ -148,16 +136,11 @@ class Job:
         with fixed_seed(self.seed):
             model = nn.Sequential(NoisyBlock(), NoisyBlock(), nn.Linear(FEATURES, 3))
             arrangement.place(model)
-        matrices = [param for param in model.parameters() if param.dim() > 1]
-        others = [param for param in model.parameters() if param.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
         options: dict[str, Any] = {"fsdp_unit_modules": [NoisyBlock], "zero_dp_strategy": self.case.strategy}
-        self.model, self.optimizer = fully_shard(
-            model, torch.optim.AdamW(groups, lr=1e-2), **options, **arrangement.arguments()
-        )
+        self.model, self.optimizer = shard(model, by_kind, **options, **arrangement.arguments())
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=[2e-2, 5e-3], total_steps=12)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-        self.data, self.counter = Shuffle(self.seed), Counter()
+        self.data, self.counter = Shuffle(self.seed), Stateful({"skipped": 0, "seconds": 0.0})
         self.average = Average(self.model)
         # Ranks of one tensor-parallel group see the same samples; their dropout differs all the same.
         self.replica = dist.get_rank() // 2 if self.case.arrangement == "tensor" else dist.get_rank()
@@ -216,15 +199,15 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
 
 
+def train_whole(cases: list[Case], steps: int) -> list[Outcome]:
+    """Train without a checkpoint."""
+    return [train(Job(case, 0), range(steps)) for case in cases]
+
+
 def train(job: Job, steps: range) -> Outcome:
     for number in steps:
         job.step(number)
     return job.outcome()
-
-
-def train_whole(cases: list[Case], steps: int) -> list[Outcome]:
-    """Train without a checkpoint."""
-    return [train(Job(case, 0), range(steps)) for case in cases]
 
 
 def train_and_save(cases: list[Case], steps: int, root: str) -> list[Outcome]:

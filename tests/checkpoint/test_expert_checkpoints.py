@@ -15,19 +15,17 @@ from torch._functorch._aot_autograd.subclass_parametrization import unwrap_tenso
 
 from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
-from megatron_fsdp.checkpoint.checkpointer import collect
-from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from tests.checkpoint.test_reshard import adamw
+from tests.checkpoint.test_reshard import trained, write
 from tests.conftest import RunRanks
 from tests.support.arrangements import Arrangement, hybrid_arguments
-from tests.support.case import Run, Scenario, Setting
+from tests.support.case import Run, Setting
 from tests.support.dcp_contents import assert_same_contents, contents, load_state, same, state_of
 from tests.support.experts import Experts, ListedExperts, Sizes, build_with_experts, experts_of
 from tests.support.on_ranks import assert_equal_tensors, of_ranks, on_ranks
 from tests.support.tensor_extension import Coded
-from tests.support.zoo import ModelCase, token_case
+from tests.support.zoo import Holder, ModelCase, token_case
 
 KINDS = {"stacked": Experts, "listed": ListedExperts}
 
@@ -40,25 +38,14 @@ def case_of(kind: str) -> ModelCase:
     return token_case(partial(build_with_experts, 2, "experts", KINDS[kind]))
 
 
-def by_kind(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, as weight decay is usually given."""
-    matrices = [param for param in model.parameters() if param.dim() > 1]
-    others = [param for param in model.parameters() if param.dim() <= 1]
-    return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
-
-
 Strategy = int | tuple[int, int]
 """Of all parameters, or of dense ones and of experts."""
 
 
-def trained(kind: str, arrangement: Arrangement, strategy: Strategy, batches: tuple[int, ...], outer: int = 0) -> Run:
+def setting_of(arrangement: Arrangement, strategy: Strategy, outer: int = 0) -> Setting:
     inner, *apart = (strategy,) if isinstance(strategy, int) else strategy
     options = tuple(("zero_dp_strategy_experts", each) for each in apart)
-    make = adamw if kind == "stacked" else by_kind
-    scenario = Scenario(lambda _run: None, case_of(kind), make)
-    run = Run(scenario, Setting(inner, outer_strategy=outer, arrangement=arrangement, options=options))
-    run.train(*batches)
-    return run
+    return Setting(inner, outer_strategy=outer, arrangement=arrangement, options=options)
 
 
 def named(run: Run) -> dict[str, Tensor]:
@@ -67,25 +54,22 @@ def named(run: Run) -> dict[str, Tensor]:
     return {run.sharded.checkpoint_names.saved(name): value for name, value in run.sharded.full_parameters().items()}
 
 
-def save(kind: str, arrangement: Arrangement, strategy: Strategy, folder: str, outer: int = 0) -> dict[str, Tensor]:
-    """By plain calls, and by the library."""
-    run = trained(kind, arrangement, strategy, (0, 1), outer)
-    dcp.save(state_of(run.model, run.optimizer), checkpoint_id=f"{folder}/plain")
-    write_state(collect(run.model, run.optimizer, 2), Path(folder) / "own")
+def save(kind: str, setting: Setting, folder: str) -> dict[str, Tensor]:
+    run = trained(case_of(kind), setting, 0, 1)
+    write(run, folder)
     return named(run)
 
 
-def load_and_save(kind: str, arrangement: Arrangement, strategy: Strategy, source: str, target: str) -> dict[str, str]:
+def load_and_save(kind: str, setting: Setting, source: str, target: str) -> dict[str, str]:
     """Load by plain calls into a job that has stepped, and by the library into fresh ones; save again, and go on."""
-    run = trained(kind, arrangement, strategy, (5,))
-    load_state(run.model, run.optimizer, f"{source}/plain")
-    dcp.save(state_of(run.model, run.optimizer), checkpoint_id=f"{target}/by calls")
-    run.train(7)
     told = {}
-    for what in ("own", "plain"):
-        run = trained(kind, arrangement, strategy, ())
-        report = load_checkpoint(run.model, run.optimizer, f"{source}/{what}", with_rng=False)
-        told[what] = "" if report.is_complete else str(report)
+    for what in ("by calls", "own", "plain"):
+        run = trained(case_of(kind), setting, *([5] if what == "by calls" else []))
+        if what == "by calls":
+            load_state(run.model, run.optimizer, f"{source}/plain")
+        else:
+            report = load_checkpoint(run.model, run.optimizer, f"{source}/{what}", with_rng=False)
+            told[what] = "" if report.is_complete else str(report)
         dcp.save(state_of(run.model, run.optimizer), checkpoint_id=f"{target}/{what}")
         run.train(7)
     return told
@@ -124,23 +108,24 @@ def test_experts_load_into_another_number_of_expert_parallel_ranks(
 ) -> None:
     kind, (ep, dp, strategy), (to_ep, to_dp, to_strategy) = way
     source, target = str(tmp_path / "source"), str(tmp_path / "target")
-    weights = merged(run_ranks(ep * dp, save, kind, experts_of(sizes(ep, dp)), strategy, source), ep)
+    weights = merged(run_ranks(ep * dp, save, kind, setting_of(experts_of(sizes(ep, dp)), strategy), source), ep)
     found = contents(f"{source}/plain")
     assert_equal_tensors(
         {key.removeprefix("model.module."): value for key, value in found.items() if key.startswith("model.")}, weights
     )
     moments = [value for key, value in found.items() if key.endswith("exp_avg") and value.dim() > 1]
     assert len({value.double().sum().item() for value in moments}) == len(moments)
-    to = experts_of(sizes(to_ep, to_dp))
-    check_loaded(run_ranks(to_ep * to_dp, load_and_save, kind, to, to_strategy, source, target), source, target)
+    to = setting_of(experts_of(sizes(to_ep, to_dp)), to_strategy)
+    check_loaded(run_ranks(to_ep * to_dp, load_and_save, kind, to, source, target), source, target)
 
 
 @pytest.mark.full
 def test_an_outer_axis_and_a_mesh_in_another_order(run_ranks: RunRanks, tmp_path: Path) -> None:
     hybrid: Sizes = (("dp_outer", 2), ("ep", 2), ("dp_shard", 1))
     source, target = str(tmp_path / "source"), str(tmp_path / "target")
-    run_ranks(4, save, "stacked", experts_of(hybrid), 3, source, 1)
-    check_loaded(run_ranks(2, load_and_save, "stacked", experts_of(sizes(2, 1)), 3, source, target), source, target)
+    run_ranks(4, save, "stacked", setting_of(experts_of(hybrid), 3, outer=1), source)
+    to = setting_of(experts_of(sizes(2, 1)), 3)
+    check_loaded(run_ranks(2, load_and_save, "stacked", to, source, target), source, target)
 
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------
@@ -154,7 +139,8 @@ def whole_dict(kind: str, seed: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_a_state_dict_is_that_of_all_experts_and_a_whole_one_loads(tmp_path: Path, kind: str) -> None:
-    run, whole, first = trained(kind, experts_of(sizes(2, 1)), 3, (0,)), whole_dict(kind, 3), 2 * dist.get_rank()
+    run = trained(case_of(kind), setting_of(experts_of(sizes(2, 1)), 3), 0)
+    whole, first = whole_dict(kind, 3), 2 * dist.get_rank()
     assert run.sharded is not None
     before = named(run)
     run.model.load_state_dict(run.model.state_dict())
@@ -180,25 +166,11 @@ def test_a_state_dict_is_that_of_all_experts_and_a_whole_one_loads(tmp_path: Pat
         dcp.save(dict(run.sharded.module.named_parameters()), checkpoint_id=tmp_path)
 
 
-class Odd(nn.Module):
-    """Experts whose tensors do not say where one expert ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Module()
-        self.experts.up = nn.Parameter(torch.randn(4, 6))
-        self.experts.down = nn.Parameter(torch.randn(6, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        up, down = self.experts.up, self.experts.down
-        assert isinstance(up, Tensor)
-        assert isinstance(down, Tensor)
-        return x @ up @ down
-
-
 @on_ranks(2)
 def test_experts_that_cannot_be_told_apart_are_refused_in_words(tmp_path: Path) -> None:
-    model = Odd()
+    """Tensors that do not say where one expert ends."""
+    model: Any = Holder(experts=Holder(up=torch.randn(4, 6), down=torch.randn(6, 4)))
+    model.forward = lambda x: x @ model.experts.up @ model.experts.down
     wrapped, optimizer = fully_shard(
         model, torch.optim.AdamW(model.parameters()), **experts_of(sizes(2, 1)).arguments()
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -20,53 +19,33 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.checkpointer import collect
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.errors import CheckpointError
+from tests.checkpoint.test_reshard import by_kind
 from tests.conftest import RunRanks
 from tests.support import hostile
-from tests.support.dcp_contents import same
+from tests.support.case import shard
+from tests.support.dcp_contents import same, whole_state
+from tests.support.doors import step
 from tests.support.hostile import saved_bytes
-from tests.support.on_ranks import fixed_seed, on_ranks, once, refusal
+from tests.support.on_ranks import on_ranks, once, refusal
 from tests.support.zoo import MODEL_CASES, ModelName
 
 Whole = dict[str, Tensor]
 
 
 def wrap(name: ModelName, strategy: int, seed: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    case = MODEL_CASES[name]
-    with fixed_seed(seed):
-        model = case.build()
-    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
-    others = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2, amsgrad=True)
-    return fully_shard(model, optimizer, fsdp_unit_modules=list(case.unit_classes), zero_dp_strategy=strategy)
-
-
-def step(name: ModelName, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
-    case = MODEL_CASES[name]
-    batch = case.make_batch(12, torch.Generator().manual_seed(seed)).part(dist.get_rank(), dist.get_world_size())
-    loss = case.loss(model, batch)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+    return shard(MODEL_CASES[name], by_kind, seed, zero_dp_strategy=strategy)
 
 
 def contents(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> tuple[Whole, Whole, list[dict[str, Any]]]:
     """Whole weights, whole optimizer state by name and slot, options of the groups."""
-    names = {id(param): name for name, param in model.named_parameters()}
-    state: Whole = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            for slot, value in optimizer.state.get(param, {}).items():
-                state[f"{names[id(param)]}/{slot}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return model.full_parameters(), {key: value.clone() for key, value in state.items()}, options
+    return model.full_parameters(), whole_state(model, optimizer), options
 
 
 @pytest.mark.parametrize("slot", ["step", "exp_avg_sq", "max_exp_avg_sq"])
@@ -102,43 +81,6 @@ def test_complex_weights_do_not_become_real_ones(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"module\.weight"):
         load_checkpoint(target, None, tmp_path / "odd")
     assert all(map(torch.equal, before, target.parameters()))
-
-
-def save(name: ModelName, strategy: int, folder: Path) -> tuple[Whole, Whole, list[dict[str, Any]]]:
-    model, optimizer = wrap(name, strategy, 0)
-    for seed in (1, 2):
-        step(name, model, optimizer, seed)
-    optimizer.param_groups[0]["lr"] = 0.5  # as a schedule would leave it
-    write_state(collect(model, optimizer, 2), folder)
-    return contents(model, optimizer)
-
-
-def load(name: ModelName, strategy: int, folder: Path, wanted: tuple[Whole, Whole, list[dict[str, Any]]]) -> None:
-    """Into a fresh model and optimizer, and once more after a step."""
-    model, optimizer = wrap(name, strategy, 7)
-    for _ in range(2):
-        report = load_checkpoint(model, optimizer, folder)
-        assert report.iteration == 2
-        assert " 0 missing, 0 unexpected, 0 of another shape" in str(report)
-        assert same(contents(model, optimizer), wanted)
-        step(name, model, optimizer, 9)
-
-
-@pytest.mark.full(short=["saved3-loaded3-odd_shapes"])
-@pytest.mark.parametrize(
-    ("saved", "loaded", "name"),
-    [
-        ((2, 3), (3, 3), "scalars"),
-        ((3, 2), (2, 0), "tied"),
-        ((4, 3), (1, 1), "transformer"),
-        ((1, 0), (4, 3), "odd_shapes"),
-    ],
-)
-def test_weights_and_optimizer_come_back_bit_for_bit(
-    run_ranks: RunRanks, tmp_path: Path, name: ModelName, saved: tuple[int, int], loaded: tuple[int, int]
-) -> None:
-    wanted, *_ = run_ranks(saved[0], save, name, saved[1], tmp_path)
-    run_ranks(loaded[0], load, name, loaded[1], tmp_path, wanted)
 
 
 # ---- what does not belong together -----------------------------------------------------------------------------------
@@ -198,14 +140,14 @@ def saved(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def save_once(root: str) -> None:
     model, optimizer = wrap("odd_shapes", 3, 0)
-    step("odd_shapes", model, optimizer, 1)
+    step(model, optimizer, 1, MODEL_CASES["odd_shapes"])
     save_checkpoint(model, optimizer, root, iteration=1)
 
 
 def refusal_to_load(name: ModelName, root: Path) -> str:
     """What a load says on all ranks alike, which leaves everything alone."""
     model, optimizer = wrap(name, 3, 5)
-    step(name, model, optimizer, 1)
+    step(model, optimizer, 1, MODEL_CASES[name])
     before = contents(model, optimizer)
     told = refusal(load_checkpoint, model, optimizer, root)
     assert same(contents(model, optimizer), before)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import CheckpointError, MegatronFSDPError
-from tests.conftest import RunRanks
+from tests.support.case import shard
+from tests.support.dcp_contents import Stateful
 from tests.support.on_ranks import assert_equal_tensors, on_ranks, same_on_ranks
 
 
@@ -56,7 +56,12 @@ class OddSGD(torch.optim.SGD):
                 param.sub_(group["lr"] * (state["ex.avg"] + 0.1 * state["inner"]["sum"]))
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
 MODELS = {"sequential": sequential, "wrapping": wrapping}
+OPTIMIZERS = {"adamw": adamw, "odd": lambda model: OddSGD(model.parameters(), lr=0.1)}
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
@@ -72,13 +77,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
 def resumed(kind: str, optimizer_kind: str, is_sharded: bool, is_stepped: bool, folder: str) -> tuple[Any, Any]:
     def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = MODELS[kind](seed)
-        optimizer: torch.optim.Optimizer = (
-            OddSGD(model.parameters(), lr=0.1)
-            if optimizer_kind == "odd"
-            else torch.optim.AdamW(model.parameters(), lr=0.1)
-        )
-        return fully_shard(model, optimizer, fsdp_unit_modules=[nn.Linear]) if is_sharded else (model, optimizer)
+        model, optimizer = MODELS[kind](seed), OPTIMIZERS[optimizer_kind]
+        return shard(model, optimizer, fsdp_unit_modules=[nn.Linear]) if is_sharded else (model, optimizer(model))
 
     model, optimizer = make(0)
     train(model, optimizer, range(3))
@@ -91,15 +91,11 @@ def resumed(kind: str, optimizer_kind: str, is_sharded: bool, is_stepped: bool, 
     return train(model, optimizer, range(3, 6)), train(other, other_optimizer, range(3, 6))
 
 
-@pytest.mark.parametrize(
-    ("is_stepped", "optimizer_kind", "kind"),
-    [
-        (False, "adamw", "sequential"),
-        (True, "adamw", "wrapping"),
-        (False, "odd", "wrapping"),
-        (True, "odd", "sequential"),
-    ],
-)
+KINDS = pytest.mark.parametrize(("kind", "optimizer_kind"), [("sequential", "adamw"), ("wrapping", "odd")])
+
+
+@KINDS
+@pytest.mark.parametrize("is_stepped", [False, True])
 def test_a_plain_model_goes_on_as_it_would_have(
     tmp_path: Path, kind: str, optimizer_kind: str, is_stepped: bool
 ) -> None:
@@ -108,22 +104,19 @@ def test_a_plain_model_goes_on_as_it_would_have(
 
 
 @pytest.mark.full(short=["wrapping-odd"])
-@pytest.mark.parametrize(("kind", "optimizer_kind"), [("sequential", "adamw"), ("wrapping", "odd")])
-def test_a_sharded_model_goes_on_as_it_would_have(
-    run_ranks: RunRanks, tmp_path: Path, kind: str, optimizer_kind: str
-) -> None:
+@KINDS
+@on_ranks(2)
+def test_a_sharded_model_goes_on_as_it_would_have(tmp_path: Path, kind: str, optimizer_kind: str) -> None:
     for is_stepped in (False, True):
-        folder = str(tmp_path / str(is_stepped))
-        for whole, again in run_ranks(2, resumed, kind, optimizer_kind, True, is_stepped, folder):
-            assert whole == again
+        whole, again = resumed(kind, optimizer_kind, True, is_stepped, str(tmp_path / str(is_stepped)))
+        assert whole == again
 
 
 @on_ranks(2)
 def test_what_does_not_fit_stays_as_it_was(tmp_path: Path) -> None:
     def make(width: int) -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, width))
-        return fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[nn.Linear])
+        return shard(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, width)), adamw, fsdp_unit_modules=[nn.Linear])
 
     model, optimizer = make(4)
     train(model, optimizer, range(2))
@@ -156,7 +149,7 @@ def test_a_second_model_and_its_optimizer_are_extras(tmp_path: Path) -> None:
         pairs = []
         for offset in (0, 1):
             model = sequential(seed + offset)
-            pairs += fully_shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), fsdp_unit_modules=[nn.Linear])
+            pairs += shard(model, adamw, fsdp_unit_modules=[nn.Linear])
         return pairs
 
     def go_on(pairs: list[Any], steps: range) -> list[float]:
@@ -171,27 +164,16 @@ def test_a_second_model_and_its_optimizer_are_extras(tmp_path: Path) -> None:
     assert whole == again
 
 
-class Box:
-    def __init__(self, state: Any = None) -> None:
-        self.state = state or {}
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
 def test_dicts_keep_their_order_and_odd_ones_are_refused(tmp_path: Path) -> None:
-    model, box = nn.Linear(2, 2), Box()
+    model, box = nn.Linear(2, 2), Stateful()
     kept = {"z": 1, "a": {"y": 2, "b": torch.ones(2)}, "m\u00a0n": [3]}
-    save_checkpoint(model, None, tmp_path, iteration=1, extra={"box": Box(kept)})
+    save_checkpoint(model, None, tmp_path, iteration=1, extra={"box": Stateful(kept)})
     load_checkpoint(model, None, tmp_path, extra={"box": box})
     assert list(box.state) == ["z", "a", "m\u00a0n"]
     assert list(box.state["a"]) == ["y", "b"]
     for odd in ({"a": collections.defaultdict(list)}, {"a\nb": 1}, {"\ud800": 1}):
         with pytest.raises(MegatronFSDPError, match="box"):
-            save_checkpoint(model, None, tmp_path, iteration=2, extra={"box": Box(odd)})
+            save_checkpoint(model, None, tmp_path, iteration=2, extra={"box": Stateful(odd)})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
 
 
@@ -228,20 +210,19 @@ def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_an_old_run_has_not_is_left_alone_and_empty_ones_are_filled(tmp_path: Path) -> None:
-    model, new = nn.Linear(2, 2), Box({"count": 3})
-    save_checkpoint(model, None, tmp_path, iteration=1, extra={"seen": Box({"files": {"a.txt": 5}})})
+    model, new = nn.Linear(2, 2), Stateful({"count": 3})
+    save_checkpoint(model, None, tmp_path, iteration=1, extra={"seen": Stateful({"files": {"a.txt": 5}})})
     report = load_checkpoint(model, None, tmp_path, extra={"new": new}, strict=False)
     assert report.missing == ("new",)
     assert new.state == {"count": 3}
-    fresh = Box({"files": {}})
+    fresh = Stateful({"files": {}})
     assert load_checkpoint(model, None, tmp_path, extra={"seen": fresh}).is_complete
     assert fresh.state == {"files": {"a.txt": 5}}
 
 
 @on_ranks(2)
 def test_loading_where_full_parameters_are_shown_is_refused(tmp_path: Path) -> None:
-    model = sequential(0)
-    wrapped, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[nn.Linear])
+    wrapped, _ = shard(sequential(0), fsdp_unit_modules=[nn.Linear])
     save_checkpoint(wrapped, None, tmp_path, iteration=1)
     with wrapped.full_parameters_context(), pytest.raises(MegatronFSDPError) as caught:
         load_checkpoint(wrapped, None, tmp_path)

@@ -13,10 +13,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
-from megatron_fsdp import ChainedOptimizer, MegatronFSDP, fully_shard, fully_shard_optimizer, steps_whole_tensors
+from megatron_fsdp import ChainedOptimizer, MegatronFSDP, fully_shard_optimizer, steps_whole_tensors
 from megatron_fsdp.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
+from tests.support.case import momentum, shard
 from tests.support.dcp_contents import assert_same_contents, contents, load_state, state_of
 from tests.support.on_ranks import of_ranks, on_ranks
 from tests.support.optimizer_reference import Lion
@@ -70,8 +71,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 def wrap(name: str, strategy: int, seed: int, kind: type[Net] = Net) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = kind()
-    return fully_shard(model, OPTIMIZERS[name](model.parameters()), zero_dp_strategy=strategy)
+    return shard(kind(), lambda model: OPTIMIZERS[name](model.parameters()), zero_dp_strategy=strategy)
 
 
 def step(model: MegatronFSDP, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -157,9 +157,7 @@ def test_blank_momentum_is_told_from_one_of_zeros() -> None:
     """Without momentum there is no state, and blank momentum is no gradient of zero that was seen."""
     _model, optimizer = wrap("SGD dampening", 3, 0)
     blank = optimizer.state_dict()["state"][0]["momentum_buffer"]
-    torch.manual_seed(0)
-    plain = Net()
-    _plain, without = fully_shard(plain, torch.optim.SGD(plain.parameters(), lr=0.1), zero_dp_strategy=3)
+    _plain, without = shard(Net(), zero_dp_strategy=3)
     assert (list(without.state_dict()["state"]), bool(torch.signbit(blank.to_local()).all())) == ([], True)
 
 
@@ -265,8 +263,7 @@ def test_state_that_belongs_to_no_parameter_is_kept_saved_and_loaded(how: str, t
         return CountingWhole(params)
 
     def fresh() -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-        module = Net()
-        model, optimizer = fully_shard(module, make(module.parameters()), zero_dp_strategy=3)
+        model, optimizer = shard(Net(), lambda model: make(model.parameters()), zero_dp_strategy=3)
         assert shared_state(optimizer) == [7, [0.0, 0.0]]
         return model, optimizer
 
@@ -294,15 +291,11 @@ def test_state_that_belongs_to_no_parameter_is_kept_saved_and_loaded(how: str, t
 @pytest.mark.parametrize("value", [{"a": [1, torch.ones(2)]}, torch.ones(3), {}], ids=["nested", "tensor", "empty"])
 @on_ranks(2)
 def test_state_of_no_parameter_is_loaded_where_a_new_optimizer_has_none(value: Any, tmp_path: Path) -> None:
-    def fresh() -> tuple[MegatronFSDP, Any]:
-        module = Net()
-        return fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), zero_dp_strategy=3)
-
-    model, optimizer = fresh()
+    model, optimizer = shard(Net(), momentum, zero_dp_strategy=3)
     step(model, optimizer, 1)
-    optimizer.state["mine"] = value
+    optimizer.state["mine"] = value  # type: ignore[index]
     save_checkpoint(model, optimizer, tmp_path, iteration=1)
-    other, loaded = fresh()
+    other, loaded = shard(Net(), momentum, zero_dp_strategy=3)
     load_checkpoint(other, loaded, tmp_path)
     assert repr(loaded.state["mine"]) == repr(value)
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
@@ -326,39 +319,30 @@ def test_state_without_a_name_is_refused() -> None:
 # ---- parameters that are frozen while state is loaded ----------------------------------------------------------------
 
 
-class Heads(nn.Module):
-    """Two parameters of which one is frozen for a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(samples, 3) -> (samples, 1)."""
-        return self.second(self.first(x))  # type: ignore[no-any-return]
-
-
 def restarted(kind: Make, frozen: str | None, folder: Path, with_ours: bool = False) -> tuple[list[Tensor], list[str]]:
-    """Weights after a step, a restart with `first` frozen, and thawed steps; and what was warned of."""
+    """Weights after a step, a restart with `rows` frozen, and thawed steps; and what was warned of."""
+
+    def fresh(module: nn.Module) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+        return shard(module, lambda model: kind(model.parameters()), zero_dp_strategy=3)
+
     torch.manual_seed(0)
-    module = Heads()
-    model, optimizer = fully_shard(module, kind(module.parameters()), zero_dp_strategy=3)
+    model, optimizer = fresh(Net())
     step(model, optimizer, 1)
     if frozen is not None:
         dcp.save(state_of(model, optimizer), checkpoint_id=folder / frozen)
-        module = Heads()
+        module = Net()
         if frozen == "before":
-            module.first.requires_grad_(requires_grad=False)
-        model, optimizer = fully_shard(module, kind(module.parameters()), zero_dp_strategy=3)
+            module.rows.requires_grad_(requires_grad=False)
+        model, optimizer = fresh(module)
         if frozen == "stepped":
             step(model, optimizer, 5)
-            optimizer.state.pop(module.first.weight)
-        module.first.requires_grad_(requires_grad=False)
+            optimizer.state.pop(module.rows)
+        module.rows.requires_grad_(requires_grad=False)
         if with_ours:
             load_checkpoint(model, optimizer, folder / frozen, with_rng=False)
         else:
             load_state(model, optimizer, folder / frozen)
-        module.first.requires_grad_(requires_grad=True)
+        module.rows.requires_grad_(requires_grad=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in (2, 3):
@@ -378,4 +362,4 @@ def test_moments_of_frozen_parameters_are_loaded_or_missed_with_a_warning(tmp_pa
     assert told == []
     for kind, frozen in ((torch.optim.AdamW, "before"), (torch.optim.Adafactor, "stepped"), (Lion, "stepped")):
         _, told = restarted(kind, frozen, tmp_path / kind.__name__)
-        assert [each.partition(" had")[0] for each in told] == ["first.weight"][dist.get_rank() :], (kind, frozen)
+        assert [each.partition(" had")[0] for each in told] == ["rows"][dist.get_rank() :], (kind, frozen)

@@ -16,19 +16,9 @@ from megatron_fsdp.checkpoint.save import write_state
 from megatron_fsdp.checkpoint.store import CLAIM, CheckpointStore
 from megatron_fsdp.comm.agreement import by_value
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from tests.checkpoint.test_odd_states import Box
 from tests.support.case import shard
+from tests.support.dcp_contents import Stateful
 from tests.support.on_ranks import on_ranks, once, refusal
-
-
-class Counter:
-    """Something more to save."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -47,12 +37,12 @@ def test_ranks_that_ask_for_different_things_are_all_told_so(tmp_path: Path) -> 
     """Calls whose arguments rank 1 gives differently, by what is said of them; nothing is loaded and nothing saved."""
     root, fresh = tmp_path / "run", tmp_path / "new"
     model, optimizer = build()
-    save_checkpoint(model, optimizer, root, iteration=1, extra={"counter": Counter()})
+    save_checkpoint(model, optimizer, root, iteration=1, extra={"counter": Stateful({"count": 1})})
     with torch.no_grad():
         model.weight.fill_(7.0)
         optimizer.state[model.weight]["momentum_buffer"].fill_(7.0)
     odd = dist.get_rank() == 1
-    mine, extra = (optimizer, {"counter": Counter()}) if odd else (None, None)
+    mine, extra = (optimizer, {"counter": Stateful({"count": 1})}) if odd else (None, None)
     number: Any = 1.0 if odd else 1
     other = 1 + odd
     load, save = partial(load_checkpoint, model), partial(save_checkpoint, model, None, fresh)
@@ -133,11 +123,11 @@ def test_ranks_that_hold_different_tensors_under_one_name_are_refused(tmp_path: 
         (torch.zeros(2, dtype=(torch.float32, torch.float64)[rank]), f"{of_two} on rank 0, torch.float64 of shape (2,"),
         (torch.zeros(2) if rank else 5, f"{name}an object on rank 0, {of_two} on rank 1"),
     ):
-        extra = {"held": Box({"value": held})}
+        extra = {"held": Stateful({"value": held})}
         assert words in refusal(save_checkpoint, sharded, None, tmp_path, iteration=1, extra=extra)
     words = "model.module.weight (and 1 more) is not the same on all ranks: torch.float32 of shape (3, 2)"
     assert words in refusal(save_checkpoint, nn.Linear(2, 3 + rank), None, tmp_path, iteration=1)
-    save_checkpoint(sharded, None, tmp_path, iteration=1, extra={"held": Box({"value": torch.ones(2)})})
+    save_checkpoint(sharded, None, tmp_path, iteration=1, extra={"held": Stateful({"value": torch.ones(2)})})
     dist.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
 

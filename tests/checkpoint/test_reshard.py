@@ -1,4 +1,4 @@
-"""Saved by one arrangement of ranks, loaded by all others: weights and optimizer, bit for bit, by plain dcp calls."""
+"""Saved by one arrangement of ranks, loaded by all others: weights and optimizer, bit for bit, also by plain dcp."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -9,11 +9,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from megatron_fsdp.checkpoint import load_checkpoint
+from megatron_fsdp.checkpoint.checkpointer import collect
+from megatron_fsdp.checkpoint.save import write_state
 from tests.conftest import RunRanks
 from tests.support.arrangements import divide_tensors, divide_tensors_and_sequences, hybrid, tensor_parallel
 from tests.support.case import Run, Scenario, Setting, whole_moments
 from tests.support.dcp_contents import contents, load_state, state_of
-from tests.support.zoo import DENSE, MODEL_CASES, ModelCase
+from tests.support.zoo import DENSE, MODEL_CASES, ModelCase, ModelName
 
 Places = dict[str, tuple[int, Setting]]
 
@@ -35,12 +38,16 @@ TENSOR_PARALLEL: Places = {
 }
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+def by_kind(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW of two groups, as weight decay is usually given."""
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    matrices, others = ([param for param in trainable if (param.dim() > 1) == is_matrix] for is_matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2, amsgrad=True)
 
 
 def trained(case: ModelCase, setting: Setting, *batches: int) -> Run:
-    run = Run(Scenario(lambda _run: None, case, adamw), setting)
+    run = Run(Scenario(lambda _run: None, case, by_kind), setting)
     run.train(*batches)
     return run
 
@@ -49,7 +56,11 @@ def whole_state(run: Run) -> dict[str, Tensor]:
     """Weights and moments, gathered by the model's own means, under the keys that a checkpoint gives them."""
     assert run.sharded is not None
     found = {f"model.module.{name}": value.clone() for name, value in run.sharded.iter_full_tensors()}
-    numbers = {id(param): number for number, param in enumerate(run.optimizer.param_groups[0]["params"])}
+    first: dict[int, str] = {}
+    for name, param in run.module.named_parameters(remove_duplicate=False):  # a tied one has both its names
+        found[f"model.module.{name}"] = found[f"model.module.{first.setdefault(id(param), name)}"]
+    params = (param for group in run.optimizer.param_groups for param in group["params"])
+    numbers = {id(param): number for number, param in enumerate(params)}
     by_name = {name: numbers.get(key) for key, name in run.sharded._engine.sharded_names().items()}
     for name, kind, value in whole_moments(run.sharded, run.optimizer):
         found[f"optimizer.state.{by_name[name]}.{kind}"] = value
@@ -62,19 +73,30 @@ def loss_of(run: Run) -> float:
         return run.case.loss(run.model, run.whole_batch(9)).item()
 
 
+def write(run: Run, folder: str) -> None:
+    """By plain calls, and by the library; the rate is one that a schedule has left."""
+    run.optimizer.param_groups[0]["lr"] = 0.5
+    dcp.save(state_of(run.model, run.optimizer), checkpoint_id=f"{folder}/plain")
+    write_state(collect(run.model, run.optimizer, 2), Path(folder) / "own")
+
+
 def save(case: ModelCase, setting: Setting, folder: str) -> tuple[dict[str, Tensor], float]:
     run = trained(case, setting, 0, 1)
-    dcp.save(state_of(run.model, run.optimizer), checkpoint_id=folder)
+    write(run, folder)
     return whole_state(run), loss_of(run)
 
 
 def load_each(case: ModelCase, setting: Setting, folders: Collection[str]) -> dict[str, tuple[list[str], float]]:
-    """Load checkpoints one after another; by folder what differs, and the loss then."""
-    run = trained(case, setting, 5)
+    """Load checkpoints one after another, by us and by plain calls; by folder what differs, and the loss then."""
     told = {}
     for folder in folders:
-        load_state(run.model, run.optimizer, folder)
-        told[folder] = differences(whole_state(run), contents(folder)), loss_of(run)
+        run, library = trained(case, setting, 5), trained(case, setting, 5)
+        load_state(run.model, run.optimizer, f"{folder}/plain")
+        report = load_checkpoint(library.model, library.optimizer, f"{folder}/own")
+        assert (report.iteration, report.is_complete) == (2, True)
+        assert [each.optimizer.param_groups[0]["lr"] for each in (run, library)] == [0.5, 0.5]
+        wrong = [differences(whole_state(each), contents(f"{folder}/plain")) for each in (run, library)]
+        told[folder] = wrong[0] + wrong[1], loss_of(run)
     return told
 
 
@@ -89,7 +111,7 @@ def check(run_ranks: RunRanks, case: ModelCase, saved: Places, loaded: Places, f
     for number, (ranks, setting) in enumerate(saved.values()):
         source = str(folder / str(number))
         whole, losses[source] = run_ranks(ranks, save, case, setting, source)[0]
-        assert differences(whole, contents(source)) == []
+        assert differences(whole, contents(f"{source}/plain")) == []
         assert sum(key.endswith(".exp_avg") and bool(value.any()) for key, value in whole.items()) > 3
     for place, (ranks, setting) in loaded.items():
         for told in run_ranks(ranks, load_each, case, setting, list(losses)):
@@ -107,6 +129,19 @@ def test_one_to_four_ranks_and_hybrids_in_every_direction(
         {name: place for name, place in {**places, **HYBRID}.items() if name in names} for places in (FLAT, TARGETS)
     )
     check(run_ranks, ODD, saved, loaded, tmp_path)
+
+
+@pytest.mark.full(short=["tied-saved1-loaded1"])
+@pytest.mark.parametrize(
+    ("name", "saved", "loaded"),
+    [("scalars", (2, 3), (3, 3)), ("tied", (3, 2), (2, 0)), ("transformer", (4, 3), (1, 1))],
+)
+def test_other_models(
+    run_ranks: RunRanks, name: ModelName, saved: tuple[int, int], loaded: tuple[int, int], tmp_path: Path
+) -> None:
+    (ranks, strategy), (to_ranks, to_strategy) = saved, loaded
+    places: list[Places] = [{"": (ranks, Setting(strategy))}, {"": (to_ranks, Setting(to_strategy))}]
+    check(run_ranks, MODEL_CASES[name], *places, tmp_path)
 
 
 @pytest.mark.full

@@ -14,10 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.counting import counting
-from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import Checkpointer
 from megatron_fsdp.checkpoint.checkpointer import collect
 from megatron_fsdp.checkpoint.manifest import Manifest
@@ -26,24 +24,19 @@ from megatron_fsdp.checkpoint.save import SealingPlanner, write_state
 from megatron_fsdp.checkpoint.save_plan import Layouts, SavedTensor, boxes_of
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import BufferCut, MeshUse, ShardDescription
-from tests.support.on_ranks import on_ranks, refusal
+from tests.support.arrangements import hybrid_arguments
+from tests.support.case import shard
+from tests.support.dcp_contents import Stateful
+from tests.support.on_ranks import of_ranks, on_ranks, once, refusal
 
 
 def trained(sizes: tuple[int, int], strategy: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model with odd shapes, a scalar, a buffer, and state of Adam, over (outer, inner) ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 5), nn.PReLU(), nn.Linear(5, 3), nn.BatchNorm1d(3))
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner"))
-    hybrid = {"dp_outer_dim": "outer", "hybrid_fsdp_group": mesh._flatten("all").get_group()} if sizes[0] > 1 else {}
-    wrapped, optimizer = fully_shard(
-        model,
-        torch.optim.Adam(model.parameters()),
-        device_mesh=mesh,
-        dp_shard_dim="inner",
-        zero_dp_strategy=strategy,
-        fsdp_unit_modules=[nn.Linear],
-        **hybrid,
-    )
+    options = {"zero_dp_strategy": strategy, "fsdp_unit_modules": [nn.Linear]}
+    places = hybrid_arguments(*sizes) if sizes[0] > 1 else {}
+    wrapped, optimizer = shard(model, lambda model: torch.optim.Adam(model.parameters()), **options, **places)
     wrapped(torch.randn(4, 7)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -51,19 +44,6 @@ def trained(sizes: tuple[int, int], strategy: int) -> tuple[nn.Module, torch.opt
 
 
 ASSIGN = Layouts.assign
-
-
-class Counters:
-    """Something of the caller's that is saved too."""
-
-    def __init__(self, state: dict[str, int]) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, int]:
-        return dict(self.state)
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.state = dict(state)
 
 
 def described(folder: Path) -> dict[str, Any]:
@@ -87,9 +67,7 @@ def test_the_metadata_are_those_of_torchs_planner(tmp_path: Path, sizes: tuple[i
     assert layouts is not None
     assert set(layouts.keys) == {key for key, value in flatten(state)[0].items() if isinstance(value, torch.Tensor)}
     for name in ("known", "gathered"):
-        if dist.get_rank() == 0:
-            (tmp_path / name).mkdir()
-        dist.barrier()
+        once((tmp_path / name).mkdir)
         with mock.patch.object(Layouts, "agreed", return_value=layouts if name == "known" else None):
             write_state(state, tmp_path / name)
     known, gathered = described(tmp_path / "known"), described(tmp_path / "gathered")
@@ -107,9 +85,7 @@ def test_replicas_share_the_writing() -> None:
     planner = SealingPlanner(None, layouts)
     planner.set_up_planner(state)
     own: Any = planner.create_local_plan()
-    bits: list[Any] = [None] * 4
-    dist.all_gather_object(bits, own.bits)
-    assignment = layouts.assign(bits)
+    assignment = layouts.assign(of_ranks(own.bits))
     written = np.zeros(4, np.int64)
     for tensor, writers in zip(layouts.tensors, assignment.writers, strict=True):
         boxes = boxes_of(tensor.shape, tensor.description, 4)
@@ -126,7 +102,7 @@ def test_replicas_share_the_writing() -> None:
 def test_the_plan_of_the_last_save_holds_while_nothing_changes(tmp_path: Path) -> None:
     """A second save plans nothing and sends less, another object is planned anew, and all have the saved values."""
     model, optimizer = trained((2, 2), 3)
-    extra = {"counters": Counters({"seen": 1})}
+    extra = {"counters": Stateful({"seen": 1})}
     found = []
     with Checkpointer(tmp_path) as checkpoints, mock.patch.object(Layouts, "assign", autospec=True) as assign:
         assign.side_effect = ASSIGN
@@ -144,7 +120,7 @@ def test_the_plan_of_the_last_save_holds_while_nothing_changes(tmp_path: Path) -
         assert planned - repeated > (600 if dist.get_rank() == 0 else 200)
         assert found[2][0] == repeated < found[3][0]
         for iteration in (3, 2, 4):
-            read = {"counters": Counters({"seen": 0})}
+            read = {"counters": Stateful({"seen": 0})}
             checkpoints.load(model, optimizer, iteration=iteration, extra=read)
             assert all(bool((param.to_local() == iteration).all()) for param in model.parameters())
             assert read["counters"].state == {"seen": 1} | ({"also": 2} if iteration == 4 else {})
@@ -157,9 +133,7 @@ def test_ranks_with_other_tensors_are_left_to_torchs_planner(tmp_path: Path) -> 
     rank = dist.get_rank()
     state = {"extra": {f"of_{rank}": torch.full((2,), float(rank))}}
     assert Layouts.agreed(state, None) is None
-    if rank == 0:
-        (tmp_path / "own").mkdir()
-    dist.barrier()
+    once((tmp_path / "own").mkdir)
     write_state(state, tmp_path / "own")
     assert described(tmp_path / "own")["tensors"].keys() == {"extra.of_0", "extra.of_1"}
 
@@ -169,8 +143,7 @@ def test_a_state_that_one_rank_cannot_read_fails_on_all(tmp_path: Path) -> None:
     state: dict[str, Any] = {"weight": torch.zeros(2)}
     if dist.get_rank() == 1:
         state["again"] = state
-    (tmp_path / "cyclic").mkdir(exist_ok=True)
-    dist.barrier()
+    once((tmp_path / "cyclic").mkdir)
     assert "RecursionError" in refusal(write_state, state, tmp_path / "cyclic", error=CheckpointError)
 
 

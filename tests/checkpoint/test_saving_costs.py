@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from benchmarks.counting import counting
-from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.manifest import BLOCK
+from tests.support.case import adamw_above_noise, shard
 from tests.support.counting import LiveBytes
 from tests.support.on_ranks import on_ranks
 
@@ -26,9 +26,8 @@ BLOCK_BYTES = 2 * 8 * BLOCK  # the integers of a block of elements, and their we
 def job(count: int, features: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model of `count` square weights that has stepped once."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(features, features, bias=False) for _ in range(count)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[nn.Linear])
+    module = nn.Sequential(*(nn.Linear(features, features, bias=False) for _ in range(count)))
+    model, optimizer = shard(module, adamw_above_noise, fsdp_unit_modules=[nn.Linear])
     model(torch.ones(2, features)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -117,7 +116,7 @@ def costs(layers: int, folder: str) -> dict[str, int]:
     model = nn.Sequential(
         *(nn.Linear(3, 5, bias=False) if i % 2 == 0 else nn.Linear(5, 3, bias=False) for i in range(layers))
     )
-    wrapped, optimizer = fully_shard(model, torch.optim.Adam(model.parameters()), fsdp_unit_modules=[])
+    wrapped, optimizer = shard(model, adamw_above_noise, fsdp_unit_modules=[])
     wrapped(torch.randn(2, 3)).sum().backward()
     optimizer.step()
     found: dict[str, int] = {}

@@ -30,6 +30,7 @@ from tests.support import hostile
 from tests.support.dcp_contents import same
 from tests.support.hostile import saved_bytes, small_state
 from tests.support.torch_dist import GptSpec, WriteOptions, make_truth, write_torch_dist
+from tests.support.zoo import Holder
 
 DATA, WEIGHT, LR = "__0_0.distcp", "model.weight", "optimizer.lr"
 Found = set[tuple[str, str]]
@@ -304,24 +305,19 @@ def damaged(raw: bytes, seed: int) -> bytes:
     return raw[:first] + changed + draw.choice([rest] * 6 + [b""])
 
 
-class Model(torch.nn.Module):
-    """Has what `small_state` calls a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(6, 5))
-        self.bias = torch.nn.Parameter(torch.zeros(7, dtype=torch.bfloat16))
-        self.register_buffer("flags", torch.zeros(3, dtype=torch.bool))
+def model_of_small_state() -> torch.nn.Module:
+    flags = torch.zeros(3, dtype=torch.bool)
+    return Holder({"flags": flags}, weight=torch.zeros(6, 5), bias=torch.zeros(7, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("name", [METADATA, DATA, MANIFEST])
 def test_a_verified_load_gives_the_right_weights_or_leaves_them_alone(good: Path, name: str) -> None:
     """And what is called whole has the right values."""
-    truth, zeros, path = read_all(good), dict(Model().state_dict()), good / name
+    truth, zeros, path = read_all(good), dict(model_of_small_state().state_dict()), good / name
     raw, outcomes = path.read_bytes(), set()
     try:
         for seed in range(CASES):
-            model = Model()
+            model = model_of_small_state()
             path.write_bytes(damaged(raw, seed))
             report = verify(good)
             str(report), report.to_dict()

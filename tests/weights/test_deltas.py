@@ -18,12 +18,13 @@ from megatron_fsdp.fsdp2 import fully_shard
 from megatron_fsdp.weights import Patch, Shard, WeightSource
 from tests.checkpoint.hf.hf_models import build, same_tensors
 from tests.checkpoint.hf.hf_models import shard as shard_hf
-from tests.support.arrangements import divide_tensors, hybrid_arguments, mesh_of, tensor_arguments, tensor_mesh
+from tests.support.arrangements import hybrid_arguments, mesh_of
 from tests.support.case import shard as shard_case
 from tests.support.counting import OpCounts
-from tests.support.experts import FLAT, Experts, ExpertsKind, ListedExperts, build_with_experts, experts_of
-from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks, refusal, same_on_ranks
-from tests.support.zoo import MODEL_CASES, Block, TinyTransformer
+from tests.support.experts import Experts, ExpertsKind, ListedExperts
+from tests.support.on_ranks import of_ranks, on_ranks, refusal, same_on_ranks
+from tests.support.zoo import MODEL_CASES
+from tests.weights.test_passes import on_two_dimensions
 
 
 def check_tiling(source: WeightSource) -> None:
@@ -63,17 +64,14 @@ def test_local_shards_of_models_that_others_have_sharded_tile_them() -> None:
     check_tiling(WeightSource(torch_fully_shard(model, mesh=mesh_of((2,), ("dp",)))))
 
 
-@pytest.mark.full(short=["ListedExperts"])
-@pytest.mark.parametrize("kind", [Experts, ListedExperts])
+@pytest.mark.full(short=["None", "ListedExperts"])
+@pytest.mark.parametrize("kind", [None, Experts, ListedExperts])
 @on_ranks(4)
-def test_local_shards_on_meshes_of_two_dimensions_tile_them(kind: ExpertsKind) -> None:
-    divided = experts_of(FLAT)
-    with fixed_seed(0):
-        models: list[nn.Module] = [TinyTransformer(), TinyTransformer(), build_with_experts(kind=kind)]
-    divide_tensors(models[1], tensor_mesh()["tp"])
-    divided.place(models[2])
-    for model, arguments in zip(models, (hybrid_arguments(2, 2), tensor_arguments(), divided.arguments()), strict=True):
-        check_tiling(WeightSource(fully_shard_model(model, fsdp_unit_modules=[Block], **arguments)))
+def test_local_shards_on_meshes_of_two_dimensions_tile_them(kind: ExpertsKind | None) -> None:
+    if kind is None:
+        model, _ = shard_case(MODEL_CASES["transformer"], **hybrid_arguments(2, 2))
+        check_tiling(WeightSource(model))
+    check_tiling(WeightSource(on_two_dimensions(kind)[1]))
 
 
 def apply(to: dict[str, Tensor], patches: Iterator[Patch]) -> list[tuple[str, int | None]]:

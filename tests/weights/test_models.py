@@ -21,7 +21,7 @@ from tests.checkpoint.hf.hf_models import build, same_tensors, stored
 from tests.support import language_models
 from tests.support.case import shard as shard_case
 from tests.support.on_ranks import fixed_seed, on_ranks, once, refusal
-from tests.support.zoo import MODEL_CASES
+from tests.support.zoo import MODEL_CASES, Holder
 
 KINDS: list[dict[str, Any]] = [
     {"offload": ("main_weights",)},
@@ -51,22 +51,19 @@ def test_formats_and_host_memory_give_main_weights_or_those_that_are_computed_wi
         assert torch.equal(shard.tensor, whole.flatten()[shard.offset : shard.offset + shard.numel])
 
 
-class Odd(nn.Module):
+def odd() -> nn.Module:
     """No dimension, one element, no element, more ranks than rows, a buffer, and one that is not stored."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.one = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(1))
-        self.none, self.few = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.arange(10.0).view(2, 5))
-        self.register_buffer("mean", torch.ones(3))
-        self.register_buffer("count", torch.tensor(7))
-        self.register_buffer("hidden", torch.ones(3), persistent=False)
+    buffers = {"mean": torch.ones(3), "count": torch.tensor(7)}
+    few = torch.arange(10.0).view(2, 5)
+    model = Holder(buffers, scale=torch.tensor(2.0), one=torch.ones(1), none=torch.zeros(0, 3), few=few)
+    model.register_buffer("hidden", torch.ones(3), persistent=False)
+    return model
 
 
 @pytest.mark.parametrize(("strategy", "bucket_bytes"), [(0, 1), (3, 1), (3, 2**20)])
 @on_ranks(4)
 def test_odd_tensors_and_buffers_come_as_they_are(strategy: int, bucket_bytes: int) -> None:
-    plain = Odd()
+    plain = odd()
     wanted = {name: t.detach().clone() for name, t in plain.state_dict().items()}
     model = fully_shard_model(plain, zero_dp_strategy=strategy)
     for destination in ("all", "spread"):

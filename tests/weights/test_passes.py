@@ -8,32 +8,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Shard
 
-from megatron_fsdp import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    MixedPrecisionPolicy,
-    fsdp2,
-    fully_shard,
-    fully_shard_model,
-)
+from megatron_fsdp import MixedPrecisionPolicy, fsdp2, fully_shard_model
 from megatron_fsdp.checkpoint.hf import save_hf
 from megatron_fsdp.errors import ConfigurationError, RankError, ScheduleError
-from megatron_fsdp.experimental import Placements, fully_shard_context
-from megatron_fsdp.experimental import fully_shard as shard_in_place
 from megatron_fsdp.weights import WeightSource
-from tests.checkpoint.hf.hf_models import build, same_tensors, shard, stored, tokens
-from tests.support.arrangements import divide_tensors, hybrid_arguments, mesh_of, tensor_arguments, tensor_mesh
+from tests.checkpoint.hf.hf_models import build, same_tensors, shard, stored, tokens, trained
+from tests.support.arrangements import divide_tensors, hybrid_arguments, tensor_parallel
 from tests.support.case import shard as shard_case
 from tests.support.counting import LiveBytes, OpCounts, held_bytes
+from tests.support.doors import in_buckets, in_place, one_by_one, ring
 from tests.support.experts import FLAT, Experts, ExpertsKind, ListedExperts, build_with_experts, experts_of
 from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks, refusal, same_on_ranks
 from tests.support.zoo import MODEL_CASES, Batch, Block, TinyTransformer
 
-S = Shard(0)
 BF16_FP32 = MixedPrecisionPolicy(main_params_dtype=torch.float32)
 
 
@@ -43,20 +33,11 @@ def batch_of(seed: int) -> Batch:
     return whole.part(dist.get_rank(), dist.get_world_size())
 
 
-def trained(kind: str, strategy: int, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+def trained_kind(kind: str, strategy: int, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
     """A sharded model after a step; one that computes in bfloat16 has main weights in float32."""
     plain = build(kind).to(dtype)
-    model, optimizer = fully_shard(
-        plain,
-        torch.optim.AdamW(plain.parameters(), lr=0.05),
-        zero_dp_strategy=strategy,
-        fsdp_unit_modules=[type(plain.model.layers[0])] if hasattr(plain, "model") else None,
-        mixed_precision_policy=BF16_FP32,
-        **options,
-    )
-    model(input_ids=tokens(), labels=tokens()).loss.backward()
-    optimizer.step()
-    return model
+    units = [type(plain.model.layers[0])] if hasattr(plain, "model") else None
+    return trained(plain, strategy, fsdp_unit_modules=units, mixed_precision_policy=BF16_FP32, **options)[0]
 
 
 def check_against_files(model: nn.Module, folder: Path, **arguments: Any) -> None:
@@ -85,35 +66,26 @@ def test_a_pass_is_what_files_have(
     tmp_path: Path, kind: str, strategy: int, dtype: torch.dtype, bucket_bytes: int
 ) -> None:
     hybrid = hybrid_arguments(2, 2) | {"outer_dp_sharding_strategy": 1} if dist.get_world_size() == 4 else {}
-    check_against_files(trained(kind, strategy, dtype, **hybrid), tmp_path / "out", bucket_bytes=bucket_bytes)
+    check_against_files(trained_kind(kind, strategy, dtype, **hybrid), tmp_path / "out", bucket_bytes=bucket_bytes)
 
 
 # ---- whatever has sharded the model ----------------------------------------------------------------------------------
 
 
 def by_our_ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(
-        DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=900), model
-    )
+    return in_buckets(model, {"use_distributed_optimizer": True, "bucket_size": 900})
 
 
-def in_place(model: Any) -> nn.Module:
-    with fully_shard_context("cpu"):
-        for module in [*model.model.layers, model]:
-            shard_in_place(module, mesh_of((dist.get_world_size(),), ("dp",)), Placements([0], [S], [S], [S]))
-    return model
+def by_place(model: Any) -> nn.Module:
+    return in_place(*model.model.layers, model)
 
 
 def by_torch(model: Any) -> nn.Module:
-    for module in [*model.model.layers, model]:
-        torch_fully_shard(module, mesh=mesh_of((dist.get_world_size(),), ("dp",)))
-    return model
+    return one_by_one(torch_fully_shard, *model.model.layers, model, mesh=ring())
 
 
 def by_torchs_door(model: Any) -> nn.Module:
-    for module in [*model.model.layers, model]:
-        fsdp2.fully_shard(module)
-    model(input_ids=tokens())  # cuts the parameters anew
+    one_by_one(fsdp2.fully_shard, *model.model.layers, model)(input_ids=tokens())  # cuts the parameters anew
     return model
 
 
@@ -121,7 +93,7 @@ def plain(model: nn.Module) -> nn.Module:
     return model
 
 
-WAYS = [by_our_ddp, in_place, by_torchs_door, by_torch, nn.parallel.DistributedDataParallel, plain]
+WAYS = [by_our_ddp, by_place, by_torchs_door, by_torch, nn.parallel.DistributedDataParallel, plain]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -145,31 +117,21 @@ def test_every_way_of_sharding_gives_the_same_tensors_in_the_same_order(way: Cal
     assert same_tensors(dict(WeightSource(model)), dict(wanted))  # type: ignore[arg-type]
 
 
-@on_ranks(4)
-def test_tensor_parallel_parts_are_put_together() -> None:
+def on_two_dimensions(kind: ExpertsKind | None) -> tuple[dict[str, Tensor], nn.Module]:
+    """Weights, and the model that has them, with tensor-parallel ranks, or with ranks that divide its experts."""
     with fixed_seed(0):
-        model = TinyTransformer()
-    wanted = {name: param.detach().bfloat16() for name, param in model.named_parameters()}
-    divide_tensors(model, tensor_mesh()["tp"])
-    sharded = fully_shard_model(model, fsdp_unit_modules=[Block], **tensor_arguments())
-    for destination in ("all", 2):
-        found = dict(WeightSource(sharded, bucket_bytes=3000, destination=destination))
-        here = destination == "all" or dist.get_rank() == destination
-        assert found.keys() == wanted.keys()
-        assert all(same_tensors({name: tensor}, {name: wanted[name]}) == here for name, tensor in found.items() if here)
-        assert here or set(found.values()) == {None}
-
-
-@pytest.mark.full(short=["ListedExperts"])
-@pytest.mark.parametrize("kind", [Experts, ListedExperts])
-@on_ranks(4)
-def test_experts_of_all_ranks_come_under_their_global_names(kind: ExpertsKind) -> None:
-    with fixed_seed(0):
-        model = build_with_experts(kind=kind)
+        model = TinyTransformer() if kind is None else build_with_experts(kind=kind)
     wanted = {name: param.detach().clone() for name, param in model.named_parameters()}
-    divided = experts_of(FLAT)
+    divided = tensor_parallel(divide_tensors) if kind is None else experts_of(FLAT)
     divided.place(model)
-    sharded = fully_shard_model(model, fsdp_unit_modules=[Block], **divided.arguments())
+    return wanted, fully_shard_model(model, fsdp_unit_modules=[Block], **divided.arguments())
+
+
+@pytest.mark.full(short=["None", "ListedExperts"])
+@pytest.mark.parametrize("kind", [None, Experts, ListedExperts])
+@on_ranks(4)
+def test_parts_of_all_ranks_are_put_together_under_their_global_names(kind: ExpertsKind | None) -> None:
+    wanted, sharded = on_two_dimensions(kind)
     for destination in ("all", 3, "spread"):
         source = WeightSource(sharded, dtype=None, bucket_bytes=2000, destination=destination)
         found, held = dict(source), source.held_names()
@@ -186,7 +148,7 @@ def test_experts_of_all_ranks_come_under_their_global_names(kind: ExpertsKind) -
 
 @on_ranks(2)
 def test_names_dtypes_and_tensors_are_chosen() -> None:
-    model = trained("qwen_moe", 3)
+    model = trained_kind("qwen_moe", 3)
     split = dict(WeightSource(model))
     fused = dict(WeightSource(model, experts="fused", tied="all"))
     layer = "model.layers.1.mlp.experts"
@@ -254,7 +216,7 @@ def test_the_peak_is_a_bucket_and_a_tensor_and_nothing_where_nothing_is_received
 
 @on_ranks(2)
 def test_metadata_sends_no_weights() -> None:
-    model = trained("llama", 3)
+    model = trained_kind("llama", 3)
     before = model.traffic().copy() if callable(getattr(model, "traffic", None)) else None
     with OpCounts() as counts:
         WeightSource(model).metadata()
@@ -265,7 +227,7 @@ def test_metadata_sends_no_weights() -> None:
 
 @on_ranks(2)
 def test_what_was_yielded_keeps_its_bits_and_is_no_part_of_the_model() -> None:
-    model, other = trained("gpt2", 1, torch.bfloat16), trained("gpt2", 1, torch.bfloat16)
+    model, other = trained_kind("gpt2", 1, torch.bfloat16), trained_kind("gpt2", 1, torch.bfloat16)
     source = WeightSource(model, bucket_bytes=2000)
     kept = list(source)
     copies = {name: tensor.clone() for name, tensor in kept if tensor is not None}
@@ -308,7 +270,7 @@ def test_passes_change_nothing_and_cost_no_gather_of_their_own(strategy: int) ->
 @pytest.mark.parametrize("strategy", [1, 3])
 @on_ranks(2)
 def test_a_write_to_main_weights_that_nobody_announced_is_in_the_next_pass(strategy: int) -> None:
-    model: Any = trained("gpt2", strategy, torch.bfloat16)
+    model: Any = trained_kind("gpt2", strategy, torch.bfloat16)
     source = WeightSource(model)
     list(source)
     with torch.no_grad():
@@ -386,7 +348,7 @@ def test_a_rank_that_stops_in_the_middle_is_named_and_training_goes_on(way: str)
 
 @on_ranks(2)
 def test_what_cannot_be_sent_is_refused_on_all_ranks() -> None:
-    model, here = trained("llama", 3), dist.get_rank()
+    model, here = trained_kind("llama", 3), dist.get_rank()
 
     def refused(words: str, **arguments: Any) -> None:
         message = refusal(lambda: WeightSource(model, **arguments).metadata(), error=ConfigurationError)
@@ -414,7 +376,7 @@ def test_what_cannot_be_sent_is_refused_on_all_ranks() -> None:
         WeightSource(model, group=alone[here])
     with pytest.raises(ConfigurationError, match=r"group has the ranks \[\], and the model"):
         WeightSource(model, group=alone[1 - here])
-    model = trained("mixtral", 3)
+    model = trained_kind("mixtral", 3)
     without_layer = {r"model\.layers\.0\.block_sparse_moe\.": ""}
     refused("the names do not follow the model's layers", names=without_layer, include="^experts")
     on_meta = nn.Linear(2, 2, device="meta")

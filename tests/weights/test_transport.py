@@ -19,7 +19,7 @@ from megatron_fsdp.comm.streams import SideStream
 from megatron_fsdp.errors import MissingPackageError, RankError
 from megatron_fsdp.weights import WeightSource, for_vllm, per_tensor_params, send
 from megatron_fsdp.weights import source as weights_source
-from tests.checkpoint.hf.hf_models import build, same_tensors, shard, stored, tokens
+from tests.checkpoint.hf.hf_models import build, same_tensors, shard, step, stored
 from tests.support.case import shard as shard_case
 from tests.support.counting import OpCounts
 from tests.support.inference_engine import StandIn
@@ -33,12 +33,6 @@ from tests.support.zoo import MODEL_CASES
 def sharded(kind: str, **changes: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = build(kind, **changes)
     return fully_shard(model, torch.optim.AdamW(model.parameters(), lr=0.05))
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(input_ids=tokens(), labels=tokens()).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @contextmanager
@@ -75,7 +69,7 @@ def test_an_engine_has_what_files_have_after_every_sync(tmp_path: Path, kind: st
             if served is not None:
                 assert served.stale(stored(tmp_path / str(at))) == []
                 assert served.version == str(at)
-            train(model, optimizer)
+            step(model, optimizer)
 
 
 @on_ranks(2)
@@ -85,14 +79,14 @@ def test_what_does_not_come_stays_stale() -> None:
     both = WeightSource(model, tied="all", destination=0)
     with engine(both) as served:
         sync(both, served)
-        train(model, optimizer)
+        step(model, optimizer)
         wanted: dict[str, Tensor | None] = dict(both)
         for source, stale in [
             (WeightSource(model, destination=0), ["lm_head.weight"]),
             (WeightSource(model, tied="all", destination=0, include="head|lay|emb"), ["model.norm.weight"]),
             (both, []),
         ]:
-            train(model, optimizer)
+            step(model, optimizer)
             sync(source, served)
             wanted = dict(both)
             if served is not None:
@@ -111,7 +105,7 @@ def test_an_engine_that_rejects_or_dies_stops_all_ranks_and_the_next_one_is_comp
         assert ("this engine takes no weights" if "rejects" in faults else "of 21 tensors were sent") in message
         if served is not None and "rejects" in faults:
             assert served.version == ""
-    train(model, optimizer)
+    step(model, optimizer)
     with engine(source) as served:
         assert sync(source, served) == "1"
         found = dict(source)

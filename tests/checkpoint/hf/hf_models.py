@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.support.language_models import config_of
 from tests.support.on_ranks import fixed_seed, once
 
@@ -39,6 +39,20 @@ def shard(model: nn.Module, strategy: int = 3, **options: Any) -> MegatronFSDP:
 
 def tokens() -> Tensor:
     return torch.arange(2, 14).reshape(2, 6)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(plain: nn.Module, strategy: int = 3, **options: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """Shard a model with an optimizer, and take a step."""
+    optimizer = torch.optim.AdamW([param for param in plain.parameters() if param.requires_grad], lr=0.05)
+    model, optimizer = fully_shard(plain, optimizer, zero_dp_strategy=strategy, **options)
+    step(model, optimizer)
+    return model.eval(), optimizer
 
 
 @torch.no_grad()

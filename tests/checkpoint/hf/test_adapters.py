@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.checkpoint.hf import load_adapter, load_hf, save_adapter, save_hf
 from megatron_fsdp.checkpoint.hf.adapters import check_config
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from tests.checkpoint.hf.hf_models import build, logits, same_tensors, shard, stored, tokens
+from tests.checkpoint.hf.hf_models import build, logits, same_tensors, shard, stored, trained
 from tests.support.on_ranks import fixed_seed, on_ranks, once, refusal
 
 pytest.importorskip("transformers")
@@ -52,12 +52,8 @@ def config_of(folder: Path) -> dict[str, Any]:
 @on_ranks()
 def test_peft_loads_what_is_saved(tmp_path: Path, strategy: int) -> None:
     plain = with_adapter()
-    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.1)
-    model, optimizer = fully_shard(plain, optimizer, zero_dp_strategy=strategy)
-    before = logits(model)
-    model(input_ids=tokens(), labels=tokens()).loss.backward()
-    optimizer.step()
-    model.eval()
+    before = logits(plain.eval())
+    model, _ = trained(plain, strategy)
     save_adapter(model, tmp_path / "out")
     loaded = loaded_by_peft(tmp_path / "out")
     assert not torch.equal(before, logits(model))

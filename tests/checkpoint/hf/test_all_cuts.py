@@ -18,6 +18,7 @@ from tests.checkpoint.hf.hf_models import same_tensors, stored
 from tests.support.arrangements import mesh_of
 from tests.support.on_ranks import on_ranks, same_on_ranks
 from tests.support.uneven import CASES
+from tests.support.zoo import Holder
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 
@@ -98,34 +99,30 @@ def test_experts_that_share_a_name_are_refused(tmp_path: Path) -> None:
 # ---- ranks that hold different tensors, and ranks that take no part --------------------------------------------------
 
 
-class Stage(nn.Module):
+def stage(rank: int) -> nn.Module:
     """What one rank holds: something that all have, and an expert of its own."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.shared = nn.Parameter(torch.full((40,), 3.0))
-        self.experts = nn.ModuleDict({str(rank): nn.Linear(5, 7)})
-        with torch.no_grad():
-            self.experts[str(rank)].weight.fill_(rank + 1.0)  # type: ignore[operator]
-            self.experts[str(rank)].bias.fill_(-rank - 1.0)  # type: ignore[operator]
+    model = Holder(shared=torch.full((40,), 3.0), experts=nn.ModuleDict({str(rank): nn.Linear(5, 7)}))
+    for param in model.experts.parameters():
+        nn.init.constant_(param, (rank + 1.0) * param.dim())
+    return model
 
 
 @on_ranks(3)
 def test_ranks_may_hold_different_tensors(tmp_path: Path) -> None:
-    stage = Stage(dist.get_rank())
-    before = {name: value.clone() for name, value in stage.named_parameters()}
-    save_hf(stage, tmp_path / "out", max_shard_bytes=170)
+    mine = stage(dist.get_rank())
+    before = {name: value.clone() for name, value in mine.named_parameters()}
+    save_hf(mine, tmp_path / "out", max_shard_bytes=170)
     on_disk = stored(tmp_path / "out")
     assert len(on_disk) == 7
     assert same_tensors({name: on_disk[name] for name in before}, before)
     with torch.no_grad():
-        for param in stage.parameters():
+        for param in mine.parameters():
             param.zero_()
-    report = same_on_ranks(load_hf(stage, tmp_path / "out"))
+    report = same_on_ranks(load_hf(mine, tmp_path / "out"))
     assert set(report.loaded) == on_disk.keys()
-    assert same_tensors(dict(stage.named_parameters()), before)
+    assert same_tensors(dict(mine.named_parameters()), before)
     with pytest.raises(CheckpointError, match="0 missing, 2 unexpected") as raised:
-        load_hf(Stage(dist.get_rank() % 2), tmp_path / "out")
+        load_hf(stage(dist.get_rank() % 2), tmp_path / "out")
     assert "experts.2.weight" in str(raised.value)
 
 

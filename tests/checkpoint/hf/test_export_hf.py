@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint import save_checkpoint
 from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.hf import export_hf, save_hf
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from tests.checkpoint.hf.hf_models import build, logits, same_tensors, stored, tokens
+from tests.checkpoint.hf.hf_models import build, logits, same_tensors, stored, trained
 from tests.checkpoint.tools import builders
 from tests.conftest import RunRanks
 
@@ -22,12 +21,9 @@ transformers = pytest.importorskip("transformers")
 
 
 def train_and_save(kind: str, folder: str) -> Tensor:
-    plain = build(kind)
-    model, optimizer = fully_shard(plain, torch.optim.AdamW(plain.parameters(), lr=0.05), zero_dp_strategy=3)
-    model(input_ids=tokens(), labels=tokens()).loss.backward()
-    optimizer.step()
+    model, optimizer = trained(build(kind))
     save_checkpoint(model, optimizer, folder, iteration=10)
-    return logits(model.eval())
+    return logits(model)
 
 
 def config_folder(folder: Path, kind: str, **changes: object) -> Path:

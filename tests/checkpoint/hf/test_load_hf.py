@@ -19,6 +19,7 @@ from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import Box
 from tests.checkpoint.hf.hf_models import build, logits, same_tensors, save_reference, shard
 from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks, once, refusal, same_on_ranks
+from tests.support.zoo import Holder
 
 pytest.importorskip("transformers")
 
@@ -94,14 +95,11 @@ def test_stored_weights_are_cast_to_main_weights(tmp_path: Path) -> None:
     assert torch.equal(logits(model), logits(plain))
 
 
-class WithBuffers(nn.Module):
+def with_buffers() -> nn.Module:
     """Persistent buffers, one an integer without dimensions, and one that is not persistent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(5)
-        self.proj = nn.Linear(5, 3)
-        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+    model = Holder(norm=nn.BatchNorm1d(5), proj=nn.Linear(5, 3))
+    model.register_buffer("scratch", torch.zeros(2), persistent=False)
+    return model
 
 
 @on_ranks(2)
@@ -109,11 +107,11 @@ def test_persistent_buffers_are_loaded_and_keys_mapped(tmp_path: Path) -> None:
     with fixed_seed(0):
         values = {
             name: torch.rand_like(value) if value.is_floating_point() else value + 9
-            for name, value in WithBuffers().state_dict().items()
+            for name, value in with_buffers().state_dict().items()
         }
     renamed = {f"encoder_{name}".replace(".weight", ".w"): value for name, value in values.items()}
     once(lambda: save_file(renamed, tmp_path / MODEL_FILE))
-    model = shard(WithBuffers())
+    model = shard(with_buffers())
     report = load_hf(model, tmp_path, key_mapping={"^encoder_": "", r"\.w$": ".weight"})
     found = {**model.full_parameters(), **dict(model.module.named_buffers())}
     assert set(report.loaded) == values.keys()
@@ -163,8 +161,6 @@ def test_no_more_than_a_portion_is_held(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 # ---- files that do not fit or cannot be read -------------------------------------------------------------------------
-
-pytest.importorskip("transformers")
 
 
 def _edit(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
@@ -267,22 +263,16 @@ def test_an_error_midway_says_that_the_model_is_partly_loaded(tmp_path: Path) ->
     assert "21 loaded, 0 missing" in str(load_hf(model, tmp_path))
 
 
-class Expanded(nn.Module):
-    """A buffer of which all rows are one place in memory, behind a weight."""
-
-    def __init__(self, value: float, is_expanded: bool = True) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((2,), value))
-        self.register_buffer("rows", torch.arange(3.0).expand(2, 3) if is_expanded else torch.arange(6.0).view(3, 2).T)
-
-
 def test_memory_that_cannot_be_written_to_is_found_before_anything_changes(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2), "rows": torch.ones(2, 3)}, tmp_path / MODEL_FILE)
-    model = Expanded(5.0)
+    # All rows of the first are one place in memory.
+    model, transposed = (
+        Holder({"rows": rows}, weight=torch.full((2,), 5.0))
+        for rows in (torch.arange(3.0).expand(2, 3), torch.arange(6.0).view(3, 2).T)
+    )
     with pytest.raises(CheckpointError, match="several elements of rows share one place") as raised:
         load_hf(model, tmp_path)
     assert "partly loaded" not in str(raised.value)
     assert model.weight.tolist() == [5.0, 5.0]
-    transposed = Expanded(5.0, is_expanded=False)
     assert load_hf(transposed, tmp_path).is_complete
     assert transposed.rows.tolist() == [[1.0] * 3] * 2

@@ -13,15 +13,16 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.checkpoint.hf import load_hf, save_hf
 from megatron_fsdp.checkpoint.hf.files import INDEX_FILE, MODEL_FILE
 from megatron_fsdp.checkpoint.hf.live import FileTensor, Followed
 from megatron_fsdp.checkpoint.hf.saving import Cut, lay_out_files
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from tests.checkpoint.hf.hf_models import build, logits, same_tensors, shard, stored, tokens
+from tests.checkpoint.hf.hf_models import build, logits, same_tensors, shard, stored, trained
 from tests.support.arrangements import hybrid_arguments
 from tests.support.on_ranks import fixed_seed, on_ranks, refusal
+from tests.support.zoo import Holder
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,13 +44,8 @@ def test_what_is_saved_is_what_transformers_loads(
 ) -> None:
     from transformers.core_model_loading import revert_weight_conversion
 
-    plain, folder = build(kind), tmp_path / "out"
-    arguments = hybrid_arguments(2, dist.get_world_size() // 2) if is_hybrid else {}
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
-    model, optimizer = fully_shard(plain, optimizer, zero_dp_strategy=strategy, **arguments)
-    model(input_ids=tokens(), labels=tokens()).loss.backward()
-    optimizer.step()
-    model.eval()
+    folder, arguments = tmp_path / "out", hybrid_arguments(2, dist.get_world_size() // 2) if is_hybrid else {}
+    model, _ = trained(build(kind), strategy, **arguments)
     save_hf(model, folder, max_shard_bytes=max_bytes)
     weights = model.full_parameters()
     assert not same_tensors(weights, dict(build(kind).named_parameters()))
@@ -261,27 +257,23 @@ def test_tied_weights_are_stored_once_and_loaded_from_either_name(tmp_path: Path
 # ---- wrappers --------------------------------------------------------------------------------------------------------
 
 
-class Scaled(nn.Module):
+def scaled(value: float, has_buffer: bool) -> nn.Module:
     """A model whose only child has the name that wrappers use; with a buffer of its own, if asked for."""
-
-    def __init__(self, value: float, has_buffer: bool = True) -> None:
-        super().__init__()
-        self.module = nn.Linear(3, 3)
-        nn.init.constant_(self.module.weight, value)
-        nn.init.constant_(self.module.bias, -value)
-        if has_buffer:
-            self.register_buffer("scale", torch.full((3,), value))
+    model = Holder({"scale": torch.full((3,), value)} if has_buffer else {}, module=nn.Linear(3, 3))
+    for param in model.parameters():
+        nn.init.constant_(param, value * param.dim())
+    return model
 
 
 @pytest.mark.parametrize("has_buffer", [True, False])
 def test_a_child_called_module_keeps_its_name(tmp_path: Path, has_buffer: bool) -> None:
-    model = Scaled(2.0, has_buffer)
+    model = scaled(2.0, has_buffer)
     save_hf(model, tmp_path / "out")
     assert same_tensors(stored(tmp_path / "out"), model.state_dict())
     (tmp_path / "plain").mkdir()
     save_file(model.state_dict(), tmp_path / "plain" / "model.safetensors")
     for folder in ("out", "plain"):
-        other = Scaled(3.0, has_buffer)
+        other = scaled(3.0, has_buffer)
         assert load_hf(other, tmp_path / folder).is_complete
         assert same_tensors(other.state_dict(), model.state_dict())
 

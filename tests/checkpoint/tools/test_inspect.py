@@ -16,11 +16,13 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.inspect import BLOCK, inspect_folder, parse_part, show, statistics_of
 from megatron_fsdp.checkpoint.store import locate
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
-from tests.checkpoint.test_load import contents, step, wrap
+from tests.checkpoint.test_load import contents, wrap
 from tests.checkpoint.tools import builders
 from tests.conftest import RunRanks
 from tests.support import json_schema
+from tests.support.doors import step
 from tests.support.on_ranks import assert_equal_tensors
+from tests.support.zoo import MODEL_CASES
 
 SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "schemas" / "inspect.schema.json").read_text())
 
@@ -149,7 +151,7 @@ MODEL, STRATEGY = "odd_shapes", 3
 
 def save(root: str) -> None:
     model, optimizer = wrap(MODEL, STRATEGY, 0)
-    step(MODEL, model, optimizer, 1)
+    step(model, optimizer, 1, MODEL_CASES[MODEL])
     save_checkpoint(model, optimizer, root, iteration=5)
 
 
