@@ -1,5 +1,6 @@
 """The public reduce-scatter: exact values on 1 to 4 ranks, in place, in the background, and what it refuses."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from megatron_fsdp import reduce_scatter_with_fp32_accumulation
 from megatron_fsdp.errors import CollectiveArgumentError, ConfigurationError
-from tests.conftest import RunRanks
 from tests.support.counting import OpCounts
 from tests.support.on_ranks import on_ranks, same_on_ranks
 
@@ -28,23 +28,6 @@ def exact(rank: int, num_ranks: int) -> Tensor:
     return torch.stack(everyone).sum(0)[rank * SHARD : (rank + 1) * SHARD]
 
 
-def reduce(dtype: torch.dtype, out_dtype: torch.dtype, how: str) -> tuple[Tensor, Any, tuple[int, int, list[str]]]:
-    """The result, what the call returned, and what was sent."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    full = contribution(rank, num_ranks, dtype).view(num_ranks * 5, -1)
-    before = full.clone()
-    output = torch.full((SHARD // 4, 4), -1.0, dtype=out_dtype)
-    if how == "in place":
-        output = full.view(-1)[rank * SHARD : (rank + 1) * SHARD]
-    scratch = torch.zeros_like(full) if how == "own memory" else None
-    with OpCounts() as counted:
-        returned = reduce_scatter_with_fp32_accumulation(output, full, all_to_all_output_tensor=scratch)
-    if how != "in place":
-        assert torch.equal(full, before)
-    sent = counted.collectives
-    return output.reshape(-1), returned, (sent.reductions, sent.reduce_bytes, sent.others)
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "dtype", "out_dtype", "how"),
     [
@@ -56,67 +39,63 @@ def reduce(dtype: torch.dtype, out_dtype: torch.dtype, how: str) -> tuple[Tensor
         (3, torch.float64, torch.float64, "own memory"),
     ],
 )
+@on_ranks()
 def test_the_sum_is_exact_rounded_once_and_sent_as_in_a_ring(
-    run_ranks: RunRanks, num_ranks: int, dtype: torch.dtype, out_dtype: torch.dtype, how: str
+    num_ranks: int, dtype: torch.dtype, out_dtype: torch.dtype, how: str
 ) -> None:
-    for rank, (result, returned, sent) in enumerate(run_ranks(num_ranks, reduce, dtype, out_dtype, how)):
-        assert returned is None
-        assert torch.equal(result, exact(rank, num_ranks).to(out_dtype))
-        assert sent == (1, (num_ranks - 1) * SHARD * dtype.itemsize, [])
+    rank = dist.get_rank()
+    full = contribution(rank, num_ranks, dtype).view(num_ranks * 5, -1)
+    before = full.clone()
+    output = torch.full((SHARD // 4, 4), -1.0, dtype=out_dtype)
+    if how == "in place":
+        output = full.view(-1)[rank * SHARD : (rank + 1) * SHARD]
+    scratch = torch.zeros_like(full) if how == "own memory" else None
+    with OpCounts() as counted:
+        assert reduce_scatter_with_fp32_accumulation(output, full, all_to_all_output_tensor=scratch) is None
+    assert how == "in place" or torch.equal(full, before)
+    assert torch.equal(output.reshape(-1), exact(rank, num_ranks).to(out_dtype))
+    sent = counted.collectives
+    assert (sent.reductions, sent.others) == (1, [])
+    assert sent.reduce_bytes == (num_ranks - 1) * SHARD * dtype.itemsize
 
 
-def in_background() -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Outputs of three reductions before any wait, after all (the last one first), and after waiting again."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group(list(range(num_ranks)))
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@on_ranks()
+def test_in_the_background_the_output_is_filled_by_the_first_wait(num_ranks: int) -> None:
+    """Of three reductions, of which the last one is waited for first."""
+    rank, group = dist.get_rank(), dist.new_group(list(range(num_ranks)))
     inputs = [contribution(rank, num_ranks, torch.bfloat16) * factor for factor in (1, 2, 4)]
     outputs = [torch.full((SHARD,), -1.0, dtype=torch.bfloat16) for _ in inputs]
     handles = [
         reduce_scatter_with_fp32_accumulation(output, full, dist.ReduceOp.SUM, group, async_op=True)
         for output, full in zip(outputs, inputs, strict=True)
     ]
-    before = [output.clone() for output in outputs]
+    assert all((output == -1.0).all() for output in outputs)
     for handle in reversed(handles):
         assert handle is not None
         handle.wait()
-    after = [output.clone() for output in outputs]
+    for output, factor in zip(outputs, (1, 2, 4), strict=True):
+        assert torch.equal(output, (exact(rank, num_ranks) * factor).to(torch.bfloat16))
     outputs[0].fill_(7.0)
     assert handles[0] is not None
     handles[0].wait()
     dist.destroy_process_group(group)
-    return before, after, outputs[0]
+    assert (outputs[0] == 7.0).all()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_in_the_background_the_output_is_filled_by_the_first_wait(run_ranks: RunRanks, num_ranks: int) -> None:
-    for rank, (before, after, again) in enumerate(run_ranks(num_ranks, in_background)):
-        assert all(torch.equal(output, torch.full((SHARD,), -1.0, dtype=torch.bfloat16)) for output in before)
-        for output, factor in zip(after, (1, 2, 4), strict=True):
-            assert torch.equal(output, (exact(rank, num_ranks) * factor).to(torch.bfloat16))
-        assert torch.equal(again, torch.full((SHARD,), 7.0, dtype=torch.bfloat16))
-
-
-def on_part_of_the_ranks() -> tuple[Tensor | None, str]:
+@on_ranks(3)
+def test_a_group_of_some_ranks_reduces_among_them() -> None:
     """Ranks 0 and 2 reduce among them; rank 1 is told that it is none of them. Nothing at all is fine, too."""
-    group = dist.new_group([0, 2])
-    full = contribution(dist.get_rank() // 2, 2, torch.bfloat16)
-    output, said = full.new_zeros(SHARD), ""
-    try:
+    group, rank = dist.new_group([0, 2]), dist.get_rank()
+    full = contribution(rank // 2, 2, torch.bfloat16)
+    output = full.new_zeros(SHARD)
+    words = "^this rank is not in the group of the reduce-scatter; call it on its ranks only$"
+    with pytest.raises(CollectiveArgumentError, match=words) if rank == 1 else nullcontext():
         reduce_scatter_with_fp32_accumulation(output, full, group=group)
-    except CollectiveArgumentError as error:
-        said = str(error)
     reduce_scatter_with_fp32_accumulation(full[:0], full[:0])
-    if dist.get_rank() != 1:
+    if rank != 1:
         dist.destroy_process_group(group)
-    return (output if not said else None), said
-
-
-def test_a_group_of_some_ranks_reduces_among_them(run_ranks: RunRanks) -> None:
-    (first, _), (none, said), (last, _) = run_ranks(3, on_part_of_the_ranks)
-    assert torch.equal(first, exact(0, 2).to(torch.bfloat16))
-    assert torch.equal(last, exact(1, 2).to(torch.bfloat16))
-    assert none is None
-    assert said == "this rank is not in the group of the reduce-scatter; call it on its ranks only"
+        assert torch.equal(output, exact(rank // 2, 2).to(torch.bfloat16))
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -2,9 +2,12 @@
 
 import os
 import random
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from megatron_fsdp.doctor import ParityReport, check_parity
 
 
 class Block(nn.Module):
@@ -177,3 +180,13 @@ def drawn_tokens(_seed: int) -> Tensor:
 def moody_batch() -> Tensor:
     """Another one in every process."""
     return torch.randn(12, 6, generator=torch.Generator().manual_seed(os.getpid()))
+
+
+SQUARES: dict[str, Any] = {"batch": vectors, "loss_fn": square_loss}
+BARE: dict[str, Any] = {"steps": 1, "checkpoint": False}
+
+
+def check(options: dict[str, Any]) -> ParityReport:
+    """Look at the model and the batches that are given, or at the first of this file."""
+    options = {"model_fn": build, "batch": tokens, **options}
+    return check_parity(options.pop("model_fn"), options.pop("batch"), **options)

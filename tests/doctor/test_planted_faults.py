@@ -10,29 +10,22 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.checkpoint import Checkpointer
-from megatron_fsdp.doctor import Difference, ParityReport, check_parity, parity
-from tests.conftest import RunRanks
+from megatron_fsdp.doctor import Difference, check_parity, parity
 from tests.doctor import faults, models
 from tests.doctor.faults import UP
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, same_on_ranks
 
 LAST = "head.weight"
 """Its gradient is the first one that backward makes."""
 
 
-def check(shard_fn: Any, options: dict[str, Any]) -> ParityReport:
-    options = {"model_fn": models.build, "batch": models.tokens, "steps": 1, **options}
-    model_fn, batch = options.pop("model_fn"), options.pop("batch")
-    return check_parity(model_fn, batch, shard_fn=shard_fn, checkpoint=False, **options)
-
-
-def first(run_ranks: RunRanks, num_ranks: int, shard_fn: Any, **options: Any) -> Difference:
+def first(**options: Any) -> Difference:
     """The first difference that every rank is told."""
-    reports = run_ranks(num_ranks, check, shard_fn, options)
-    assert all(report.to_dict() == reports[0].to_dict() for report in reports)
-    assert not reports[0].passed
-    found: Difference = reports[0].differences[0]
-    assert found.summary() in reports[0].summary()
+    report = models.check({**models.BARE, **options})
+    same_on_ranks(report.to_dict())
+    assert not report.passed
+    found: Difference = report.differences[0]
+    assert found.summary() in report.summary()
     return found
 
 
@@ -68,16 +61,11 @@ SHORT = ["summed", "one_rank_left_out", "stale_forward", "frozen_is_trained", "n
 
 @pytest.mark.full(short=SHORT)
 @pytest.mark.parametrize(("shard_fn", "num_ranks", "where", "kind", "words", "options"), FAULTS, ids=NAMES)
+@on_ranks()
 def test_a_planted_fault_is_found_named_and_placed(
-    run_ranks: RunRanks,
-    shard_fn: Any,
-    num_ranks: int,
-    where: tuple[str, int, str],
-    kind: str,
-    words: str,
-    options: dict[str, Any],
+    shard_fn: Any, where: tuple[str, int, str], kind: str, words: str, options: dict[str, Any]
 ) -> None:
-    found = first(run_ranks, num_ranks, shard_fn, **options)
+    found = first(shard_fn=shard_fn, **options)
     assert place(found) == (*where, kind)
     assert words in found.words
 
@@ -92,15 +80,16 @@ def test_a_planted_fault_is_found_named_and_placed(
     ],
     ids=["by hand", "torch", "ours"],
 )
-def test_weights_that_each_rank_draws_are_found(run_ranks: RunRanks, shard: Any, right: int, words: str) -> None:
-    found = first(run_ranks, 2, partial(faults.seeded_by_rank, shard=shard, right=right), steps=1)
+@on_ranks(2)
+def test_weights_that_each_rank_draws_are_found(shard: Any, right: int, words: str) -> None:
+    found = first(shard_fn=partial(faults.seeded_by_rank, shard=shard, right=right))
     assert (found.where, found.kind) == ("initial weight", "differs")
     assert found.words.startswith(words)
 
 
-def test_one_fault_of_all_strategies_is_told_once(run_ranks: RunRanks) -> None:
-    options = {"model_fn": louder_rank, "batch": models.vectors, "loss_fn": models.square_loss, "steps": 1}
-    report = run_ranks(2, check, None, options)[0]
+@on_ranks(2)
+def test_one_fault_of_all_strategies_is_told_once() -> None:
+    report = models.check({"model_fn": louder_rank, **models.SQUARES, **models.BARE})
     (line,) = [line for line in report.diagnosis() if not line.startswith("note")]
     assert line.startswith("strategy 0 (no_shard), strategy 1 (optim), strategy 2 (optim_grads), strategy 3 (")
 
@@ -143,30 +132,31 @@ def test_the_callers_random_state_is_put_back() -> None:
 # ---- buffers, of which only batch norms' own statistics are excused --------------------------------------------------
 
 
-def check_buffers(model_fn: Any, options: dict[str, Any]) -> ParityReport:
-    options = {"loss_fn": models.square_loss, "checkpoint": False, "steps": 2, **options}
-    return check_parity(model_fn, options.pop("batch", models.vectors), **options)
+BUFFERS: dict[str, Any] = {"model_fn": models.Counting, **models.SQUARES, "checkpoint": False, "steps": 2}
 
 
-def test_buffers_that_every_rank_has_alike_pass(run_ranks: RunRanks) -> None:
-    report = run_ranks(2, check_buffers, models.Counting, {"strategies": (3,), "microbatches": 2})[0]
+@on_ranks(2)
+def test_buffers_that_every_rank_has_alike_pass() -> None:
+    report = models.check({**BUFFERS, "strategies": (3,), "microbatches": 2})
     assert report.passed, report.summary()
 
 
-@pytest.mark.full(short=["running_mean-rank 1"])
-@pytest.mark.parametrize(("buffer", "wrong"), [("running_mean", "rank 1"), ("calls", "rank 1")])
-def test_a_buffer_of_one_rank_is_named_whatever_it_is_called(run_ranks: RunRanks, buffer: str, wrong: str) -> None:
-    shard_fn = partial(faults.buffer_of_rank_one, buffer=buffer)
-    report = run_ranks(2, check_buffers, models.Counting, {"shard_fn": shard_fn})[0]
+@pytest.mark.full(short=["running_mean"])
+@pytest.mark.parametrize("buffer", ["running_mean", "calls"])
+@on_ranks(2)
+def test_a_buffer_of_one_rank_is_named_whatever_it_is_called(buffer: str) -> None:
+    report = models.check({**BUFFERS, "shard_fn": partial(faults.buffer_of_rank_one, buffer=buffer)})
     (found,) = report.differences
     assert (found.where, found.step, found.name, found.also) == ("buffer", 2, buffer, ())
-    assert f"is not the same on all ranks: on {wrong} it " in found.words
+    assert "is not the same on all ranks: on rank 1 it " in found.words
     assert (found.error, found.ratio) == (10.0, 6.0)
 
 
 @pytest.mark.parametrize(("buffer", "passes"), [("1.running_mean", True), ("1.num_batches_tracked", False)])
-def test_only_statistics_of_batch_norms_are_excused(run_ranks: RunRanks, buffer: str, passes: bool) -> None:
+@on_ranks(2)
+def test_only_statistics_of_batch_norms_are_excused(buffer: str, passes: bool) -> None:
     shard_fn = partial(faults.buffer_of_rank_one, buffer=buffer)
-    report = run_ranks(2, check_buffers, models.build_batch_norm, {"shard_fn": shard_fn, "microbatches": 2})[0]
+    options = {"model_fn": models.build_batch_norm, "shard_fn": shard_fn, "microbatches": 2}
+    report = models.check(BUFFERS | options)
     assert "running_mean and running_var differ between ranks and are not compared" in report.notes[0]
     assert [found.name for found in report.differences] == ([] if passes else [buffer])

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from megatron_fsdp import uneven_dtensor
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from tests.conftest import RunRanks
-from tests.support.on_ranks import local_of, on_ranks
+from tests.support.on_ranks import assert_equal_tensors, local_of, on_ranks
 from tests.support.uneven import CASES, make_mesh
 
 
@@ -54,53 +53,45 @@ def own_cases() -> list[tuple[DTensor, Tensor]]:
 
 @on_ranks(4)
 def test_any_uneven_dtensor_is_gathered_whole() -> None:
-    wrong = []
-    for index, (tensor, whole) in enumerate([*stock_cases(), *own_cases()]):
+    for tensor, whole in [*stock_cases(), *own_cases()]:
         uneven_dtensor.validate_uneven_dtensor(tensor)
-        if not torch.equal(uneven_dtensor.uneven_dtensor_to_full_tensor(tensor), whole):
-            wrong.append(f"{index} full")
+        assert torch.equal(uneven_dtensor.uneven_dtensor_to_full_tensor(tensor), whole)
         replicated = uneven_dtensor.redistribute_uneven_dtensor_to_replicated(tensor)
-        if replicated.placements != (Replicate(),) * tensor.device_mesh.ndim or type(replicated) is not DTensor:
-            wrong.append(f"{index} placements")
-        if not torch.equal(replicated.to_local(), whole):
-            wrong.append(f"{index} replicated")
+        assert type(replicated) is DTensor
+        assert replicated.placements == (Replicate(),) * tensor.device_mesh.ndim
+        assert torch.equal(replicated.to_local(), whole)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             old = uneven_dtensor.gather_uneven_dtensor_to_full_tensor(tensor)
-        told = [DeprecationWarning] if dist.get_rank() == 0 else []
-        if [each.category for each in caught] != told or not torch.equal(old.to_local(), whole):
-            wrong.append(f"{index} old name")
-    assert wrong == []
+        assert [each.category for each in caught] == ([DeprecationWarning] if dist.get_rank() == 0 else [])
+        assert torch.equal(old.to_local(), whole)
 
 
 @on_ranks(4)
 def test_chunks_are_where_the_values_are() -> None:
-    wrong = []
-    for index, (tensor, whole) in enumerate([*stock_cases(), *own_cases()]):
+    for tensor, whole in [*stock_cases(), *own_cases()]:
         local = local_of(tensor)
         uneven_dtensor.update_uneven_dtensor_chunk_metadata(tensor)
         chunks = local.__create_chunk_list__()  # type: ignore[attr-defined]
         items = local.__create_write_items__("w", tensor)  # type: ignore[attr-defined]
         spec = getattr(tensor, "shard_spec", None)
         saved = chunks if spec is None or spec.description.is_saved_here else []
-        if [item.tensor_data.chunk for item in items] != saved or (local.numel() == 0) != (chunks == []):
-            wrong.append(f"{index} items")
+        assert [item.tensor_data.chunk for item in items] == saved
+        assert (local.numel() == 0) == (chunks == [])
         parts = [whole[tuple(slice(o, o + n) for o, n in zip(c.offsets, c.sizes, strict=True))] for c in chunks]
-        if parts and not torch.equal(torch.cat([part.reshape(-1) for part in parts]), local.reshape(-1)):
-            wrong.append(f"{index} values")
+        assert not parts or torch.equal(torch.cat([part.reshape(-1) for part in parts]), local.reshape(-1))
         if len(chunks) > 1:
             with pytest.raises(ValueError, match="chunks, not one"):
                 uneven_dtensor.gather_and_compute_chunk_metadata(tensor)
             continue
         chunk = uneven_dtensor.gather_and_compute_chunk_metadata(tensor)
-        if (chunks and chunks != [chunk]) or math.prod(chunk.sizes) != local.numel():
-            wrong.append(f"{index} metadata {chunk} {chunks}")
-    assert wrong == []
+        assert chunks in ([], [chunk])
+        assert math.prod(chunk.sizes) == local.numel()
 
 
 @on_ranks(4)
 def test_pieces_of_a_split_are_views_of_what_torch_would_split() -> None:
-    wrong = []
+    full = uneven_dtensor.uneven_dtensor_to_full_tensor
     for index, (tensor, whole) in enumerate([*stock_cases(), *own_cases()]):
         inside_rows = isinstance(tensor, UnevenDTensor) and tensor.shard_spec.description.is_cut_inside_rows
         for dim in range(tensor.ndim):
@@ -111,50 +102,31 @@ def test_pieces_of_a_split_are_views_of_what_torch_would_split() -> None:
                 continue
             pieces = list(uneven_dtensor.split_dtensor(tensor, sizes, dim - tensor.ndim, True))
             for piece, want in zip(pieces, whole.split(sizes, dim), strict=True):
-                full = uneven_dtensor.uneven_dtensor_to_full_tensor(piece)
-                if piece.shape != want.shape or not torch.equal(full, want):
-                    wrong.append(f"{index} dim {dim} sizes {sizes}: {full} is not {want}")
-                if not hasattr(local_of(piece), "__create_chunk_list__"):
-                    wrong.append(f"{index} not described")
+                assert piece.shape == want.shape
+                assert torch.equal(full(piece), want)
+                assert hasattr(local_of(piece), "__create_chunk_list__")
                 piece.to_local().add_(0)
         first = next(uneven_dtensor.split_dtensor(tensor, 2))
         first.to_local().fill_(7.0)
-        whole = whole.clone()
-        whole[:2] = 7.0
-        if not torch.equal(uneven_dtensor.uneven_dtensor_to_full_tensor(tensor), whole):
-            wrong.append(f"{index} pieces are no views")
-    assert wrong == []
+        assert torch.equal(full(tensor), whole.index_fill(0, torch.arange(min(2, len(whole))), 7.0))
 
 
-def save(folder: str) -> None:
-    state = {str(index): tensor for index, (tensor, _) in enumerate([*stock_cases(), *own_cases()])}
+@on_ranks(4)
+def test_state_dicts_of_uneven_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
+    targets = [*stock_cases(), *own_cases()]
+    state = {str(index): tensor for index, (tensor, _) in enumerate(targets)}
+    wholes = {str(index): whole for index, (_, whole) in enumerate(targets)}
     nested: dict[str, Any] = {"model": state}
     assert uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(nested) is nested
-    dcp.save(nested, checkpoint_id=folder)
-
-
-def load(folder: str) -> list[bool]:
-    targets = [*stock_cases(), *own_cases()]
-    empty = {str(index): torch.zeros_like(whole) for index, (_, whole) in enumerate(targets)}
-    dcp.load({"model": empty}, checkpoint_id=folder)
-    same = [torch.equal(empty[str(index)], whole) for index, (_, whole) in enumerate(targets)]
-    state = {str(index): tensor for index, (tensor, _) in enumerate(targets)}
+    dcp.save(nested, checkpoint_id=tmp_path)
+    empty = {name: torch.zeros_like(whole) for name, whole in wholes.items()}
+    dcp.load({"model": empty}, checkpoint_id=tmp_path)
+    assert_equal_tensors(empty, wholes)
     for tensor in state.values():
         tensor.to_local().zero_()
-    uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state)
-    dcp.load({"model": state}, checkpoint_id=folder)
-    same += [
-        torch.equal(uneven_dtensor.uneven_dtensor_to_full_tensor(tensor), whole)
-        for tensor, (_, whole) in zip(state.values(), targets, strict=True)
-    ]
-    return same
-
-
-def test_state_dicts_of_uneven_tensors_are_saved_and_loaded(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(4, save, str(tmp_path))
-    for same in run_ranks(4, load, str(tmp_path)):
-        assert same
-        assert all(same)
+    dcp.load({"model": state}, checkpoint_id=tmp_path)
+    full = uneven_dtensor.uneven_dtensor_to_full_tensor
+    assert_equal_tensors({name: full(tensor) for name, tensor in state.items()}, wholes)
 
 
 @on_ranks(2)

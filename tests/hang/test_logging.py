@@ -14,7 +14,6 @@ from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hang.explain import Doing, state_of
 from megatron_fsdp.hang.log_file import NO_NUMBER, Mark, read_folder
-from tests.conftest import RunRanks
 from tests.hang.test_hangs import step
 from tests.support.on_ranks import engine_of, on_ranks, refusal, same_on_ranks
 from tests.support.zoo import Layer, Ordered
@@ -78,22 +77,21 @@ def by_environment(folder: str, on: tuple[int, ...], seconds: str = "") -> str:
     return " ".join(f"{log.writer.rank}.{log.writer.model}.{len(log.records) > 0}" for log in logs)
 
 
-def test_the_environment_asks_for_a_log_of_each_model(run_ranks: RunRanks, tmp_path: Path) -> None:
-    assert run_ranks(2, by_environment, str(tmp_path), (0, 1), "60") == ["0.0.False 1.0.False 0.1.True 1.1.True"] * 2
+@on_ranks(2)
+def test_the_environment_asks_for_a_log_of_each_model(tmp_path: Path) -> None:
+    assert by_environment(str(tmp_path), (0, 1), "60") == "0.0.False 1.0.False 0.1.True 1.1.True"
     assert {path.name for path in tmp_path.iterdir()} == {
         f"rank-0000{rank}{model}.mfsdplog" for rank in range(2) for model in ("", ".model-1")
     }
 
 
-def test_ranks_have_to_agree_on_the_environment(run_ranks: RunRanks, tmp_path: Path) -> None:
-    first, second = run_ranks(2, by_environment, str(tmp_path), (1,))
-    assert first == second
-    assert "MFSDP_HANG_LOG is not set on rank 0, set on rank 1" in first
-    (message,) = set(run_ranks(2, by_environment, str(tmp_path), (1,), "soon"))
-    assert (
-        "rank 1: ConfigurationError: MFSDP_HANG_TIMEOUT='soon' is not a time to wait; give seconds, more than 0"
-        in message
-    )
+@on_ranks(2)
+def test_ranks_have_to_agree_on_the_environment(tmp_path: Path) -> None:
+    message = same_on_ranks(by_environment(str(tmp_path), (1,)))
+    assert "MFSDP_HANG_LOG is not set on rank 0, set on rank 1" in message
+    message = same_on_ranks(by_environment(str(tmp_path), (1,), "soon"))
+    words = "MFSDP_HANG_TIMEOUT='soon' is not a time to wait; give seconds, more than 0"
+    assert f"rank 1: ConfigurationError: {words}" in message
 
 
 @on_ranks(2)

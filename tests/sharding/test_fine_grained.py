@@ -2,15 +2,14 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_fsdp import fully_shard
 from megatron_fsdp.sharding.units import find_units, refine_units
 from tests.conftest import RunRanks
-from tests.support.case import Run, Scenario, Setting, check_strategies
+from tests.support.case import Run, Scenario, Setting, check_strategies, shard
+from tests.support.on_ranks import on_ranks
 from tests.support.zoo import (
     FLOOR_NUMEL,
     ROOT_NUMEL,
@@ -126,15 +125,13 @@ def test_fine_grained_gathers_equal_one_process(run_ranks: RunRanks) -> None:
     check_strategies(run_ranks, 2, Scenario(train_and_evaluate, case), SETTINGS)
 
 
-def gathered_bytes(options: dict[str, Any]) -> int:
-    model = Tower((32,) * 4)
-    wrapped, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[Floor], **options)
-    tower_loss(wrapped, torch.ones(2, TOWER_FEATURES)).backward()
-    return wrapped.memory().gathered_bytes
-
-
-def test_two_modules_are_gathered_in_place_of_two_units(run_ranks: RunRanks) -> None:
-    coarse = run_ranks(2, gathered_bytes, {})
-    fine = run_ranks(2, gathered_bytes, {"enable_fine_grained_param_gather": True})
-    assert coarse == [4 * (ROOT_NUMEL + 2 * FLOOR_NUMEL)] * 2
-    assert fine == [4 * (ROOT_NUMEL + FLOOR_NUMEL)] * 2  # a floor has two modules of equal size
+@on_ranks(2)
+def test_two_modules_are_gathered_in_place_of_two_units() -> None:
+    gathered = []
+    for is_fine in (False, True):
+        options = {"fsdp_unit_modules": [Floor], "enable_fine_grained_param_gather": is_fine}
+        wrapped, _ = shard(Tower((32,) * 4), **options)
+        tower_loss(wrapped, torch.ones(2, TOWER_FEATURES)).backward()
+        gathered.append(wrapped.memory().gathered_bytes)
+    # A floor has two modules of equal size.
+    assert gathered == [4 * (ROOT_NUMEL + 2 * FLOOR_NUMEL), 4 * (ROOT_NUMEL + FLOOR_NUMEL)]

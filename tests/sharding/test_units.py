@@ -1,6 +1,6 @@
 """Finding units: by class, by path, by what the model says, by repetition; and who owns tied parameters."""
 
-from collections import UserList
+from collections import OrderedDict, UserList
 
 import pytest
 import torch
@@ -19,42 +19,28 @@ from megatron_fsdp.sharding.units import (
 )
 
 
-class Leaf(nn.Module):
-    """A module with one parameter of two elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
-class Block(nn.Module):
+class Block(nn.Sequential):
     """A unit with a module inside that could be one too."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.norm = Leaf()
-        self.linear = nn.Linear(2, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.norm(x))
+        super().__init__(OrderedDict(norm=Leaf(), linear=nn.Linear(2, 3)))
 
 
-class Model(nn.Module):
+class Leaf(nn.LayerNorm):
+    """A module with one parameter of two elements."""
+
+    def __init__(self) -> None:
+        super().__init__(2, bias=False)
+
+
+class Model(nn.Sequential):
     """Embedding, blocks, head; the head may be tied to the embedding."""
 
     def __init__(self, blocks: int = 3, tied: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 2)
-        self.layers = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(2, 5, bias=False)
+        layers = nn.ModuleList(Block() for _ in range(blocks))
+        super().__init__(OrderedDict(embed=nn.Embedding(5, 2), layers=layers, head=nn.Linear(2, 5, bias=False)))
         if tied:
             self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
 
 
 def Branches(first: nn.Module, second: nn.Module) -> nn.Module:  # noqa: N802 - it stands for a class
