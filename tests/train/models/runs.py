@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -29,6 +29,7 @@ from megatron_fsdp.train.options.command_line import Layer, assemble
 from megatron_fsdp.train.options.job import Job, World, resolve
 from megatron_fsdp.train.ranks import Rank
 from tests.support.array_tokens import feed_of, token_data
+from tests.support.on_ranks import of_ranks, refusal
 from tests.support.train_program import this_rank
 
 STEPS, LENGTH, IDS, MASKED_ID = 3, 8, 59, 7
@@ -153,11 +154,7 @@ def initial_weights(values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def refusal_of_building(values: Mapping[str, Any]) -> str:
-    try:
-        prepare(values)
-    except ConfigurationError as error:
-        return str(error)
-    return "it was built"
+    return refusal(prepare, values, error=ConfigurationError)
 
 
 def train_here(values: Mapping[str, Any]) -> Results:
@@ -194,9 +191,7 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
         found = {name: whole(model.checkpoint_names.saved_view(name, param)) for name, param in inner.items()}
     else:
         found = {name: whole(param) for name, param in model.named_parameters()}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    return {name: value for theirs in everyone for name, value in theirs.items()}
+    return {name: value for theirs in of_ranks(found) for name, value in theirs.items()}
 
 
 def whole(param: Tensor) -> Tensor:
@@ -214,41 +209,70 @@ def plain_model(job: Job) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(transformers_config(job.options.model, IDS))
 
 
+@contextmanager
+def kept_by_autograd(model: nn.Module) -> Iterator[list[int]]:
+    """Numbers of elements of what autograd keeps in the block, but for parameters."""
+    kept, known = list[int](), {parameter.data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in known:
+            kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
 def plain_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     found = model(tokens)
     return found if isinstance(found, Tensor) else found.logits
 
 
-def train_plainly(
-    values: Mapping[str, Any], before_step: Callable[[int, torch.optim.Optimizer], None] = lambda *_: None
-) -> Results:
-    """The same training in this process: no engine, no ranks, the whole batch at once."""
-    job = job_of({**values, "micro_batch_size": values["global_batch_size"]}, 1)
-    model = plain_model(job)
-    optimizer = build_optimizer(model, job.options.optimizer)
-    feed = some_feed(job, 0)
-    losses, norms = [], []
-    for step in range(job.train_iters):
-        (batch,) = feed.batches(step * job.batch.total)
-        each = functional.cross_entropy(
-            plain_logits(model, batch.inputs).transpose(1, 2), batch.targets, reduction="none"
-        )
-        if job.options.training.calculate_per_token_loss:
-            loss = (each * batch.weights).sum() / batch.weights.sum()
-        else:
-            loss = ((each * batch.weights).sum(1) / batch.weights.sum(1)).mean()
-        loss.backward()
-        limit = job.options.optimizer.clip_grad or float("inf")
-        norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
+def plain_steps(
+    job: Job,
+    params: Iterable[nn.Parameter | Tensor],
+    logits_of: Callable[[Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    before_step: Callable[[int, torch.optim.Optimizer], None] = lambda *_: None,
+    done: tuple[int, int] = (0, 0),
+) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of a job's steps in this process: no engine, no ranks. `done`: steps and samples."""
+    feed, params, losses, norms = some_feed(job, 0), list(params), list[float](), list[float]()
+    for step in range(done[0], job.train_iters):
+        batches = feed.batches(done[1] + (step - done[0]) * job.batch.total)
+        total, count = torch.zeros(()), sum(batch.weights.sum() for batch in batches)
+        for batch in batches:
+            torch.manual_seed(batch.dropout_seed)
+            logits = logits_of(batch.inputs).transpose(1, 2)
+            each = functional.cross_entropy(logits, batch.targets, reduction="none") * batch.weights
+            if job.options.training.calculate_per_token_loss:
+                total = total + each.sum() / count
+            else:
+                total = total + (each.sum(1) / batch.weights.sum(1).clamp(min=1)).sum() / job.batch.total
+        total.backward()
+        norms.append(nn.utils.clip_grad_norm_(params, job.options.optimizer.clip_grad or float("inf")).item())
         for group in optimizer.param_groups:
             group["lr"] = job.schedule.rate(step)
         before_step(step, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-        norms.append(norm.item())
+        losses.append(total.item())
+    return losses, norms
+
+
+def train_plainly(
+    values: Mapping[str, Any],
+    before_step: Callable[[int, torch.optim.Optimizer], None] = lambda *_: None,
+    first: Mapping[str, Tensor] | None = None,
+) -> Results:
+    """The same training in this process, from the weights `first`, if some are given."""
+    job = job_of(values, 1)
+    model = plain_model(job)
+    model.load_state_dict({**model.state_dict(), **(first or {})})
+    optimizer = build_optimizer(model.train(), job.options.optimizer)
+    steps = plain_steps(job, model.parameters(), partial(plain_logits, model), optimizer, before_step)
     weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return Results(losses, norms, plain_held_out(job, model), weights)
+    return Results(*steps, plain_held_out(job, model), weights)
 
 
 @torch.no_grad()
@@ -276,9 +300,11 @@ def expected(values: Mapping[str, Any]) -> Results:
     return _kept(tuple(sorted({**plain, "micro_batch_size": values["global_batch_size"]}.items())))
 
 
-def assert_equal_to_one_process(found: Results, values: Mapping[str, Any], tolerance: float = 2e-5) -> None:
+def assert_equal_to_one_process(
+    found: Results, values: Mapping[str, Any], tolerance: float = 2e-5, plain: Results | None = None
+) -> None:
     """Losses, norms, held-out loss and all weights are those of the plain loop."""
-    plain = expected(values)
+    plain = expected(values) if plain is None else plain
     torch.testing.assert_close(found.losses, plain.losses, rtol=tolerance, atol=0)
     torch.testing.assert_close(found.norms, plain.norms, rtol=10 * tolerance, atol=0)
     torch.testing.assert_close(found.held_out, plain.held_out, rtol=tolerance, atol=0)

@@ -11,7 +11,16 @@ from torch import Tensor
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import TrainingOptions
 from tests.conftest import RunRanks
-from tests.train.models.runs import IDS, LLAMA, MIXTRAL, initial_weights, job_of, plain_model, refusal_of_building
+from tests.train.models.runs import (
+    IDS,
+    LLAMA,
+    MIXTRAL,
+    initial_weights,
+    job_of,
+    kept_by_autograd,
+    plain_model,
+    refusal_of_building,
+)
 
 UNITS = {"use_megatron_fsdp": True}
 FSDP2 = {"use_torch_fsdp2": True}
@@ -69,15 +78,8 @@ def kept_and_gradients(options: TrainingOptions, start: dict[str, Any] = LLAMA) 
 
     model = plain_model(job_of({**start, "num_layers": 3}, 1)).train()
     recompute_layers(model, options)
-    kept, known = [], {parameter.data_ptr() for parameter in model.parameters()}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in known:
-            kept.append(tensor.numel())
-        return tensor
-
     tokens = torch.arange(8)[None]
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with kept_by_autograd(model) as kept:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     loss.backward()
     return sum(kept), [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

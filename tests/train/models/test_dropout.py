@@ -5,23 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from megatron_fsdp.train.loop import train
-from megatron_fsdp.train.models.trained import build_optimizer
 from tests.conftest import RunRanks
 from tests.train.models.runs import (
     LLAMA,
     NoCheckpoints,
     Results,
     Silent,
-    job_of,
-    plain_logits,
-    plain_model,
+    assert_equal_to_one_process,
     prepare,
     results_of,
-    some_feed,
+    train_plainly,
     whole_weights,
 )
 
@@ -53,38 +49,10 @@ def train_and_keep_the_beginning(values: dict[str, Any]) -> tuple[Results, dict[
     return results_of(run, watcher), first
 
 
-def train_by_microbatch(values: dict[str, Any], first: dict[str, Tensor]) -> tuple[list[float], dict[str, Tensor]]:
-    """The same training in this process, a microbatch after another, each with the random numbers of its own seed."""
-    job = job_of(values, 1)
-    model = plain_model(job)
-    model.load_state_dict({**model.state_dict(), **first})
-    model.train()
-    optimizer, feed = build_optimizer(model, job.options.optimizer), some_feed(job, 0)
-    losses = []
-    for step in range(job.train_iters):
-        total = torch.zeros(())
-        for batch in feed.batches(step * job.batch.total):
-            torch.manual_seed(batch.dropout_seed)
-            logits = plain_logits(model, batch.inputs).transpose(1, 2)
-            each = functional.cross_entropy(logits, batch.targets, reduction="none")
-            total = total + (each * batch.weights).sum() / job.tokens_per_step
-        total.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        for group in optimizer.param_groups:
-            group["lr"] = job.schedule.rate(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total.item())
-    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
 @pytest.mark.full(short=["2-engine0"])
 @pytest.mark.parametrize(("ranks", "engine"), [(2, {**UNITS, **FULL}), (3, {"overlap_grad_reduce": True}), (3, FSDP2)])
 def test_the_same_is_dropped_on_any_ranks(
     run_ranks: RunRanks, values: dict[str, Any], ranks: int, engine: dict[str, Any]
 ) -> None:
     for found, first in run_ranks(ranks, train_and_keep_the_beginning, {**values, **engine}):
-        losses, weights = train_by_microbatch(values, first)
-        torch.testing.assert_close(found.losses, losses, rtol=2e-5, atol=0)
-        for name, value in weights.items():
-            torch.testing.assert_close(found.weights[name], value, rtol=0, atol=2e-5)
+        assert_equal_to_one_process(found, values, plain=train_plainly(values, first=first))
