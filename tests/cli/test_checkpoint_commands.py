@@ -16,9 +16,9 @@ from megatron_fsdp.cli.checkpoint import inspector
 from megatron_fsdp.cli.main import main
 from tests.checkpoint.tools import builders
 from tests.support.settling import LIMIT_S
+from tests.support.source_tree import ROOT, SOURCE
 
-ROOT = Path(__file__).parents[2]
-SRC = ROOT / "src" / "megatron_fsdp"
+SRC = SOURCE / "megatron_fsdp"
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +145,7 @@ def test_text_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.full
 def test_both_programs_start(tmp_path: Path) -> None:
     """In processes of their own; a reader that stops early is no error."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
     script = ROOT / "tools" / "checkpoint" / "checkpoint_inspector.py"
     bare = {name: value for name, value in env.items() if name != "PYTHONPATH"}  # a checkout that is not installed
     told = subprocess.run([sys.executable, script, "--help"], env=bare, capture_output=True, text=True, check=True)
@@ -175,9 +175,8 @@ MAP = {
 
 @pytest.mark.parametrize("command", ["map", "print-torch-dcp-in-json"])
 def test_the_map_is_written_into_the_folder_and_printed(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("RANK", raising=False)
     builders.save(NAMES, tmp_path / "map")
     assert inspector([command, str(tmp_path / "map")]) == 0
     path = tmp_path / "map" / "param_to_param_group_map.json"

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_fsdp.cli.main import main
 from megatron_fsdp.trace.files import write_timeline
+from tests.cli.test_plan import small_config
 from tests.support.source_tree import ROOT, SOURCE
 from tests.trace.synthetic import KNOWN, collective
 from tests.trace.test_files import check
@@ -70,7 +71,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "traces"
 
 
-def test_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_as_a_table_as_exact_numbers_and_as_one_file_for_a_viewer(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["trace", str(folder)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines == [
@@ -81,24 +84,14 @@ def test_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "0 0 0.00 0.00 0.00 83.3%",
         "1 0 0.00 0.00 0.00 88.9%",
     ]
-
-
-def test_json_has_exact_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", str(folder), "--json"]) == 0
+    assert main(["trace", str(folder), "--json", "--merge", str(tmp_path / "all.json")]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["hidden"] == 1 - 70 / 450
-    assert [(step["rank"], step["communication_ns"], step["exposed_ns"]) for step in told["steps"]] == [
-        (0, 360, 60),
-        (1, 90, 10),
-    ]
-
-
-def test_one_file_for_a_viewer(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", str(folder), "--merge", str(tmp_path / "all.json")]) == 0
+    steps = [(step["rank"], step["communication_ns"], step["exposed_ns"]) for step in told["steps"]]
+    assert steps == [(0, 360, 60), (1, 90, 10)]
     events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
     check(events)
     assert {event["pid"] for event in events} == {0, 1}
-    capsys.readouterr()
 
 
 def test_missing_ranks_are_an_error_unless_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,16 +108,6 @@ def test_missing_ranks_are_an_error_unless_asked_for(tmp_path: Path, capsys: pyt
 
 
 TOWER = "tests.support.zoo:Tower"
-_CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "dtype": "bfloat16",
-}
 
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,10 +119,10 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(_CONFIG))
+    config = small_config(tmp_path, dtype="bfloat16")
     arguments = ["--ranks", "1024", "--outer", "4", "--rank", "1023", "--outer-strategy", "optim", "--json"]
     options = ["--option", "grad_comm_dtype=fp32", "--option", "max_gathered_units=3", "--optimizer", "none"]
-    assert main(["describe", "--hf-config", str(tmp_path), *arguments, *options]) == 0
+    assert main(["describe", "--hf-config", config, *arguments, *options]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [(axis["name"], axis["size"], axis["position"]) for axis in told["axes"]] == [
         ("dp_outer", 4, 3),

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 SMALL = ("llama-3.2-1b", "--ranks", "16", "--sequence-length", "1024")
 
 
-def small_config(folder: Path) -> str:
+def small_config(folder: Path, **more: Any) -> str:
     """A config.json of a tiny Llama."""
     config = {
         "model_type": "llama",
@@ -28,6 +28,7 @@ def small_config(folder: Path) -> str:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "tie_word_embeddings": False,
+        **more,
     }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return str(folder)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megatron_fsdp.config.ddp_config import CHOICES, EXCLUSIONS, NEEDS, ShardingStrategy, resolve_strategy
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError
+from tests.support.on_ranks import refusal
 
 # ---- every field drawn, then what cannot stand together put right ----------------------------------------------------
 
@@ -150,22 +151,17 @@ REFUSED_OTHERWISE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def refused(values: Any, message: str, build: Callable[..., object] = DistributedDataParallelConfig) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        build(**values) if build is DistributedDataParallelConfig else build(values)
-    assert str(caught.value) == message
-
-
 @pytest.mark.parametrize("message", REFUSED.strip().splitlines())
 def test_what_is_not_possible_is_refused(message: str) -> None:
     settings = re.match(r"\w+=\S+(?: and \w+=\S+)?", message)
     assert settings is not None
-    refused(eval(f"dict({settings[0].replace(' and ', ', ')})", {"torch": torch}), message)
+    values = eval(f"dict({settings[0].replace(' and ', ', ')})", {"torch": torch})
+    assert refusal(DistributedDataParallelConfig, error=ConfigurationError, **values) == message
 
 
 def test_values_that_messages_do_not_show_are_refused_as_well() -> None:
     for values, message in REFUSED_OTHERWISE:
-        refused(values, message)
+        assert refusal(DistributedDataParallelConfig, error=ConfigurationError, **values) == message
 
 
 def test_what_rests_on_double_buffers_turns_them_on() -> None:
@@ -266,7 +262,7 @@ NO_FIELD = "is not a field of DistributedDataParallelConfig;"
     ],
 )
 def test_a_dict_of_anything_else_is_refused(values: Any, message: str) -> None:
-    refused(values, message, DistributedDataParallelConfig.from_dict)
+    assert refusal(DistributedDataParallelConfig.from_dict, values, error=ConfigurationError) == message
 
 
 # ---- strategies by number and name -----------------------------------------------------------------------------------
@@ -280,9 +276,7 @@ def test_numbers_names_and_members_resolve() -> None:
 
 @pytest.mark.parametrize("value", [4, "3", "mro", True, 1.0, None])
 def test_anything_else_is_refused_and_both_spellings_are_listed(value: object) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        resolve_strategy(value, "outer_dp_sharding_strategy")  # type: ignore[arg-type]
-    assert str(caught.value) == (
+    assert refusal(resolve_strategy, value, "outer_dp_sharding_strategy", error=ConfigurationError) == (
         f"outer_dp_sharding_strategy={value!r} is not a sharding strategy; give one of "
         '0 or "no_shard", 1 or "optim", 2 or "optim_grads", 3 or "optim_grads_params".'
     )

@@ -23,6 +23,7 @@ from megatron_fsdp.config.engine_options import (
 )
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision, dtype_from_name, resolve_precision
 from megatron_fsdp.errors import ConfigurationError
+from tests.support.on_ranks import refusal
 
 DOUBLE = {"fsdp_double_buffer": True}
 PERSIST = {"fsdp_db_use_persist_buf_on_alloc_fail": True}
@@ -42,18 +43,15 @@ def resolve(strategy: str = "optim_grads_params", /, **options: Any) -> MemoryOp
     )
 
 
-def test_defaults_are_two_slots_and_one_unit_ahead() -> None:
+def test_defaults_are_two_slots_one_unit_ahead_and_what_the_environment_says_of_merging(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     options = resolve()
     assert options == MemoryOptions(message_bytes=0)  # as tests set the environment
     assert (options.allocator, options.slots, options.forward_prefetch_units) == (WeightAllocator.SLOTS, 2, 1)
-
-
-def test_the_environment_says_how_much_is_merged_and_double_buffers_want_units_of_one_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     monkeypatch.setenv("MFSDP_MESSAGE_BYTES", "7")
     assert resolve().message_bytes == 7
-    assert resolve(fsdp_double_buffer=True).message_bytes == 0
+    assert resolve(fsdp_double_buffer=True).message_bytes == 0  # which wants units of one size
     monkeypatch.delenv("MFSDP_MESSAGE_BYTES")
     assert resolve().message_bytes is None
 
@@ -123,9 +121,8 @@ def test_depths_and_slots_are_derived_from_one_another(
 
 
 def test_without_overlap_nothing_is_gathered_ahead_but_under_strategy_3() -> None:
-    assert resolve("optim", overlap_param_gather=False).forward_prefetch_units == 0
-    assert resolve("optim", overlap_param_gather=True).forward_prefetch_units == 1
-    assert resolve(overlap_param_gather=False).forward_prefetch_units == 1
+    for strategy, overlaps, units in (("optim", False, 0), ("optim", True, 1), ("optim_grads_params", False, 1)):
+        assert resolve(strategy, overlap_param_gather=overlaps).forward_prefetch_units == units
 
 
 def test_buckets_outside_of_units_follow_the_number_of_ranks() -> None:
@@ -160,15 +157,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("strategy", "given", "message"), REFUSED)
 def test_what_cannot_take_effect_is_refused_in_words(strategy: str, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        resolve(strategy, **given)
-    assert message in str(caught.value)
+    assert message in refusal(resolve, strategy, error=ConfigurationError, **given)
 
 
 def test_types_to_take_whole_are_classes_of_modules() -> None:
     given = {"enable_fine_grained_param_gather_hook": True, "fine_grained_recurse_module_types": [nn.Linear, 3]}
-    with pytest.raises(TypeError, match="has the entry 3, which is not a subclass of"):
-        resolve(**given)
+    assert "has the entry 3, which is not a subclass of" in refusal(resolve, error=TypeError, **given)
 
 
 def test_models_without_units_refuse_what_concerns_units() -> None:
@@ -193,9 +187,8 @@ FOUR = "; give one of torch.float16, torch.bfloat16, torch.float32, torch.float6
 @pytest.mark.parametrize("value", ["bf16", 32, float, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
 def test_other_objects_and_dtypes_that_cannot_accumulate_are_refused(field: str, value: object) -> None:
     is_dtype = isinstance(value, torch.dtype)
-    with pytest.raises(ConfigurationError if is_dtype else TypeError) as caught:
-        MixedPrecisionPolicy(**{field: value})  # type: ignore[arg-type]
-    assert str(caught.value) == f"{field}={value!r} {'cannot be used' if is_dtype else 'is not a torch.dtype'}{FOUR}"
+    told = refusal(MixedPrecisionPolicy, error=ConfigurationError if is_dtype else TypeError, **{field: value})
+    assert told == f"{field}={value!r} {'cannot be used' if is_dtype else 'is not a torch.dtype'}{FOUR}"
 
 
 @pytest.mark.parametrize(
@@ -209,16 +202,16 @@ def test_other_objects_and_dtypes_that_cannot_accumulate_are_refused(field: str,
         (MixedPrecisionPolicy(FP32, FP32, BF16), BF16, ResolvedPrecision(BF16, FP32, FP32, BF16, has_main_copy=True)),
         (MixedPrecisionPolicy(None, None, FP16), FP32, ResolvedPrecision(FP32, FP32, FP32, FP16, has_main_copy=False)),
         (MixedPrecisionPolicy(FP64, FP64), FP32, ResolvedPrecision(FP32, FP64, FP64, FP64, has_main_copy=True)),
+        *(
+            (MixedPrecisionPolicy(FP32, FP32, BF16), kind, ResolvedPrecision(*[kind] * 4, has_main_copy=False))
+            for kind in (torch.int8, torch.bool, torch.complex64)
+        ),
     ],
 )
-def test_none_follows(policy: MixedPrecisionPolicy, param_dtype: torch.dtype, expected: ResolvedPrecision) -> None:
+def test_none_follows_and_what_is_no_real_number_keeps_its_dtype(
+    policy: MixedPrecisionPolicy, param_dtype: torch.dtype, expected: ResolvedPrecision
+) -> None:
     assert resolve_precision(policy, param_dtype) == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
-def test_parameters_that_are_not_real_numbers_keep_their_dtype_everywhere(dtype: torch.dtype) -> None:
-    resolved = resolve_precision(MixedPrecisionPolicy(FP32, FP32, BF16), dtype)
-    assert resolved == ResolvedPrecision(dtype, dtype, dtype, dtype, has_main_copy=False)
 
 
 def test_float8_parameters_need_main_weights_and_their_gradients_are_bfloat16() -> None:
@@ -226,9 +219,8 @@ def test_float8_parameters_need_main_weights_and_their_gradients_are_bfloat16() 
     assert resolve_precision(MixedPrecisionPolicy(), float8) == ResolvedPrecision(
         float8, FP32, BF16, BF16, has_main_copy=True
     )
-    with pytest.raises(ConfigurationError) as caught:
-        resolve_precision(MixedPrecisionPolicy(main_params_dtype=None), torch.float8_e5m2)
-    assert str(caught.value) == (
+    without = MixedPrecisionPolicy(main_params_dtype=None)
+    assert refusal(resolve_precision, without, torch.float8_e5m2, error=ConfigurationError) == (
         "main_params_dtype=None leaves torch.float8_e5m2 parameters without weights that an optimizer can update; "
         "set main_params_dtype=torch.float32."
     )
@@ -260,16 +252,11 @@ def test_a_shorthand_offloads_every_kind(shorthand: Any) -> None:
     assert resolve_offload(shorthand, ShardingStrategy.optim) == Offload(1.0, 1.0, 1.0)  # whole weights are in use
 
 
-def test_gradients_and_state_follow_the_main_weights() -> None:
-    half = resolve_offload({"main_weights": 0.5}, ZERO3)
-    assert half == Offload(0.5, 0.5, 0.5)
+def test_gradients_and_state_follow_the_main_weights_by_any_real_number() -> None:
+    for number in (0.5, Fraction(1, 2), np.float32(0.5)):
+        assert (half := resolve_offload({"main_weights": number}, ZERO3)) == Offload(0.5, 0.5, 0.5)
     assert str(half) == "main_weights 0.5, optimizer_state 0.5, main_gradients 0.5"
     assert str(resolve_offload(["optimizer_state"], ZERO3)) == "optimizer_state"
-
-
-@pytest.mark.parametrize("number", [Fraction(1, 2), np.float32(0.5)])
-def test_a_fraction_is_any_real_number(number: Any) -> None:
-    assert resolve_offload({"main_weights": number}, ZERO3) == Offload(0.5, 0.5, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -294,9 +281,7 @@ def test_a_fraction_is_any_real_number(number: Any) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(given: Any, strategy: ShardingStrategy, message: str) -> None:
-    with pytest.raises(ConfigurationError) as refused:
-        resolve_offload(given, strategy)
-    assert message in str(refused.value)
+    assert message in refusal(resolve_offload, given, strategy, error=ConfigurationError)
 
 
 def test_a_fraction_moves_whole_units_from_the_last_to_the_root() -> None:

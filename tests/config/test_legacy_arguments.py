@@ -14,6 +14,7 @@ from megatron_fsdp import DistributedDataParallel, MegatronFSDP, MixedPrecisionP
 from megatron_fsdp.automodel.config import MegatronFSDPConfig
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.fully_shard import _DEFAULT_POLICY, replace_legacy_keywords
+from tests.support.on_ranks import refusal
 
 FP32, BF16 = torch.float32, torch.bfloat16
 REDUCE, PRESERVE = "grad_reduce_in_fp32", "preserve_fp32_weights"
@@ -80,17 +81,13 @@ def test_without_legacy_keywords_nothing_is_said_and_todays_arguments_pass() -> 
     ],
 )
 def test_a_policy_that_disagrees_is_refused(name: str, value: bool, policy: MixedPrecisionPolicy) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        resolve(mixed_precision_policy=policy, **{name: value})
-    assert str(caught.value) == (
+    assert refusal(resolve, error=ConfigurationError, mixed_precision_policy=policy, **{name: value}) == (
         f"{name}={value} is deprecated and contradicts mixed_precision_policy={policy}; leave the former out."
     )
 
 
 def test_flags_that_disagree_are_refused_and_those_that_agree_pass() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        resolve(check_for_nan_in_grad=False, report_nan_in_param_grad=True)
-    assert str(caught.value) == (
+    assert refusal(resolve, error=ConfigurationError, check_for_nan_in_grad=False, report_nan_in_param_grad=True) == (
         "check_for_nan_in_grad=False is deprecated and contradicts report_nan_in_param_grad=True; leave the former out."
     )
     with pytest.warns(FutureWarning):
@@ -106,9 +103,6 @@ def _without_process_group() -> None:
     assert not dist.is_initialized()
 
 
-# ---- misspelt and missing arguments ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("called", "wrong", "meant"),
     [
@@ -118,25 +112,20 @@ def _without_process_group() -> None:
         (DistributedDataParallel, "find_unused_params", "find_unused_parameters"),
         (MixedPrecisionPolicy, "main_param_dtype", "main_params_dtype"),
         (MegatronFSDPConfig, "zero_strategy", "zero_dp_strategy"),
+        (fully_shard_model, "qqqq", None),
     ],
 )
-def test_a_misspelt_argument_is_answered_with_the_nearest(called: Callable[..., Any], wrong: str, meant: str) -> None:
-    with pytest.raises(TypeError) as caught:
-        called(nn.Linear(2, 2), **{wrong: 1})
-    assert str(caught.value) == f"{called.__name__}() has no argument {wrong!r}; did you mean {meant!r}?"
-    assert meant in inspect.signature(called).parameters
-
-
-def test_an_argument_that_is_like_no_other_is_answered_with_help() -> None:
-    with pytest.raises(TypeError) as caught:
-        fully_shard_model(nn.Linear(2, 2), qqqq=1)  # type: ignore[call-arg]
-    assert str(caught.value) == "fully_shard_model() has no argument 'qqqq'; see help(fully_shard_model)."
+def test_a_misspelt_argument_is_answered_with_the_nearest_or_with_help(
+    called: Callable[..., Any], wrong: str, meant: str | None
+) -> None:
+    hint = f"see help({called.__name__})." if meant is None else f"did you mean {meant!r}?"
+    told = refusal(called, nn.Linear(2, 2), error=TypeError, **{wrong: 1})
+    assert told == f"{called.__name__}() has no argument {wrong!r}; {hint}"
+    assert meant is None or meant in inspect.signature(called).parameters
 
 
 def test_sharding_a_model_without_optimizer_is_answered_with_the_function_for_it() -> None:
-    with pytest.raises(TypeError) as caught:
-        fully_shard(nn.Linear(2, 2))  # type: ignore[call-arg]
-    assert str(caught.value) == (
+    assert refusal(fully_shard, nn.Linear(2, 2), error=TypeError) == (
         "fully_shard() was called without 'optimizer'; give the optimizer after the model, or call "
         "fully_shard_model(model) to shard a model alone."
     )
