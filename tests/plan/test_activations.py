@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,17 @@ from megatron_fsdp.plan.setup import Recompute
 from tests.conftest import RunRanks
 from tests.support.counting import LiveBytes, on_meta, token_batch
 from tests.support.language_models import LAYERS, SMALL_MODELS, build_small, unit_names
-from tests.support.zoo import FLOOR_NUMEL, FLOORS, HIDDEN, TOWER_FEATURES, Floor, TinyTransformer, Tower, tower_loss
+from tests.support.zoo import (
+    FLOOR_NUMEL,
+    FLOORS,
+    HIDDEN,
+    TOWER_FEATURES,
+    Floor,
+    TinyTransformer,
+    Tower,
+    build_partly_frozen_transformer,
+    tower_loss,
+)
 
 SAMPLES = 10
 FLOAT = 4
@@ -49,20 +60,6 @@ class Case:
     loss_fn: Callable[[Any], Tensor] | None = None
 
 
-def build_tower() -> nn.Module:
-    return Tower()
-
-
-def build_tied() -> nn.Module:
-    return TinyTransformer(tied=True)
-
-
-def build_frozen() -> nn.Module:
-    model = TinyTransformer()
-    model.blocks[0].requires_grad_(requires_grad=False)
-    return model
-
-
 def build_attention() -> nn.Module:
     """Layers of torch, whose attention is reached through `nn.MultiheadAttention`."""
     return nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 24, dropout=0.1, batch_first=True) for _ in range(2)))
@@ -77,12 +74,10 @@ BLOCK_UNITS = ["", *(f"blocks.{index}" for index in range(3))]
 TOKENS = torch.arange(32).view(4, 8) % TinyTransformer.VOCABULARY
 
 CASES = {
-    "tower": Case(
-        build_tower, torch.linspace(-1, 1, SAMPLES * TOWER_FEATURES).view(SAMPLES, -1), TOWER_UNITS, mean_square
-    ),
+    "tower": Case(Tower, torch.linspace(-1, 1, SAMPLES * TOWER_FEATURES).view(SAMPLES, -1), TOWER_UNITS, mean_square),
     "transformer": Case(TinyTransformer, TOKENS, BLOCK_UNITS, first_token_loss),
-    "tied": Case(build_tied, TOKENS, BLOCK_UNITS, first_token_loss),
-    "frozen": Case(build_frozen, TOKENS, BLOCK_UNITS, first_token_loss),
+    "tied": Case(partial(TinyTransformer, tied=True), TOKENS, BLOCK_UNITS, first_token_loss),
+    "frozen": Case(build_partly_frozen_transformer, TOKENS, BLOCK_UNITS, first_token_loss),
     "torch-attention": Case(build_attention, torch.ones(3, 7, 16), ["", "0", "1"], mean_square),
     "convolution": Case(build_convolution, torch.ones(4, 5, 6), [""], mean_square),
     **{name: Case(lambda name=name: build_small(name), token_batch(), unit_names(name)) for name in SMALL_MODELS},

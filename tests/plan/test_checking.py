@@ -16,6 +16,7 @@ from megatron_fsdp.plan.activations import call_model, scalar_loss
 from megatron_fsdp.plan.planning import Plan, plan
 from megatron_fsdp.plan.report import facts, plan_dict
 from megatron_fsdp.plan.simulate import simulated_model
+from tests.plan.test_activations import mean_square
 from tests.support.zoo import TOWER_FEATURES, Block, Floor, TinyTransformer, Tower
 
 WIDE = MixedPrecisionPolicy(main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16)
@@ -29,10 +30,6 @@ def odd() -> nn.Module:
     return TinyTransformer(layers=4, tied=True)
 
 
-def _mean(output: torch.Tensor) -> torch.Tensor:
-    return output.float().mean()
-
-
 INPUTS: dict[Callable[[], nn.Module], Callable[[], torch.Tensor]] = {
     tower: lambda: torch.empty(6, TOWER_FEATURES, dtype=torch.bfloat16, device="meta"),
     odd: lambda: torch.empty(3, 8, dtype=torch.long, device="meta"),
@@ -41,7 +38,7 @@ INPUTS: dict[Callable[[], nn.Module], Callable[[], torch.Tensor]] = {
 
 def planned(build: Callable[[], nn.Module], ranks: dict[str, int], strategy: int = 3, **options: Any) -> Plan:
     units = [Floor] if build is tower else [Block]
-    return plan(build, ranks, strategy, inputs=INPUTS[build](), loss_fn=_mean, fsdp_unit_modules=units, **options)
+    return plan(build, ranks, strategy, inputs=INPUTS[build](), loss_fn=mean_square, fsdp_unit_modules=units, **options)
 
 
 def figures(found: Plan) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -19,7 +18,9 @@ from megatron_fsdp.plan.planning import Workload, plan_workload
 from megatron_fsdp.plan.setup import OPTIMIZERS, Accumulation, ParallelRanks, Setup
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS
 from tests.conftest import RunRanks
+from tests.plan.test_activations import first_token_loss, mean_square
 from tests.support.counting import LiveBytes, held_bytes
+from tests.support.language_models import build
 from tests.support.zoo import TOWER_FEATURES, Block, Floor, TinyTransformer, Tower
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -41,33 +42,14 @@ def transformer(dtype: torch.dtype) -> nn.Module:
 
 
 def llama(dtype: torch.dtype, vocabulary: int = 160) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=48,
-        intermediate_size=112,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).to(dtype)
+    sizes = {"hidden_size": 48, "intermediate_size": 112, "vocab_size": vocabulary}
+    model: nn.Module = build("llama_gqa", use_cache=False, **sizes).to(dtype)
+    return model
 
 
 def wide_llama(dtype: torch.dtype) -> nn.Module:
     """Its embedding and head are found as units."""
     return llama(dtype, vocabulary=500)
-
-
-def _square(output: Tensor) -> Tensor:
-    return output.float().square().mean()
-
-
-def _next_token(logits: Tensor) -> Tensor:
-    return F.cross_entropy(
-        logits.flatten(0, 1), torch.zeros(logits[..., 0].numel(), dtype=torch.long).to(logits.device)
-    )
 
 
 @dataclass(frozen=True)
@@ -86,9 +68,9 @@ def _llama_inputs(_dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 MODELS = {
-    "tower": Model(tower, lambda dtype: torch.ones(50, TOWER_FEATURES, dtype=dtype), _square, [Floor]),
-    "wide-tower": Model(wide_tower, lambda dtype: torch.ones(1, TOWER_FEATURES, dtype=dtype), _square, [Floor]),
-    "transformer": Model(transformer, lambda _: torch.ones(6, 8, dtype=torch.long), _next_token, [Block]),
+    "tower": Model(tower, lambda dtype: torch.ones(50, TOWER_FEATURES, dtype=dtype), mean_square, [Floor]),
+    "wide-tower": Model(wide_tower, lambda dtype: torch.ones(1, TOWER_FEATURES, dtype=dtype), mean_square, [Floor]),
+    "transformer": Model(transformer, lambda _: torch.ones(6, 8, dtype=torch.long), first_token_loss, [Block]),
     "llama": Model(llama, _llama_inputs, None, None),
     "wide-llama": Model(wide_llama, _llama_inputs, None, None),
 }

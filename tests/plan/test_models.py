@@ -56,10 +56,6 @@ def test_presets_have_the_published_size_and_no_memory(name: str) -> None:
     assert sum(biases) == ROUTER_BIASES.get(name, 0)
 
 
-def build_tower() -> nn.Module:
-    return Tower()
-
-
 def build_real() -> nn.Module:
     return nn.Linear(2, 2, device="cpu")
 
@@ -79,9 +75,9 @@ def test_every_way_to_give_a_model(tmp_path: Path) -> None:
     }
     assert next(build_meta_model(SMALL).parameters()).dtype == torch.float32
     assert next(build_meta_model(SMALL, torch.float16).parameters()).dtype == torch.float16
-    built = build_meta_model(f"{__name__}:build_tower")
+    built = build_meta_model("tests.support.zoo:Tower")
     assert isinstance(built, Tower)
-    assert isinstance(build_meta_model(build_tower), Tower)
+    assert isinstance(build_meta_model(Tower), Tower)
     assert build_meta_model(built) is built
 
 

@@ -18,12 +18,14 @@ from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 Wrapped = tuple[MegatronFSDP, torch.optim.Optimizer]
 
 
-def sharded_tower(strategy: int = 3, outer: tuple[int, int, int] | None = None, **options: Any) -> Wrapped:
+def sharded_tower(
+    strategy: int = 3, outer: tuple[int, int, int] | None = None, device: str = "cpu", **options: Any
+) -> Wrapped:
     """A tower on all ranks; `outer` is (outer strategy, outer ranks, inner ranks)."""
     with fixed_seed(0):
-        model = Tower()
+        model = Tower().to(device)
     if outer is None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
         meshes: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": "dp"}
     else:
         meshes = {**hybrid_arguments(outer[1], outer[2]), "outer_dp_sharding_strategy": outer[0]}
@@ -60,7 +62,7 @@ def train(wrapped: Wrapped, is_traced: bool, steps: int = 3) -> tuple[dict[str, 
             context = trace(model) if is_traced else nullcontext()
             recording = context.__enter__()
         optimizer.zero_grad()
-        losses += plain(model, data(step))
+        losses += plain(model, data(step).to(next(model.parameters()).device))
         gradients = {name: local(param.grad) for name, param in model.named_parameters() if param.grad is not None}
         optimizer.step()
     context.__exit__(None, None, None)
