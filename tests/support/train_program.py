@@ -1,5 +1,7 @@
 """The trainer as a person starts it, and what it leaves behind: for tests of whole runs."""
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -9,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch import device
@@ -75,6 +78,14 @@ def train(*options: str, restarts: int = 0) -> None:
     """A run in the process group that is there already."""
     rank = this_rank()
     run_job(job_of(*options, ranks=rank.count, restarts=restarts), rank)
+
+
+def output_of(*options: str, restarts: int = 0) -> str:
+    """What such a run shows, on lines so wide that no path in them is folded, as one line."""
+    wide = mock.patch.dict(os.environ, COLUMNS="1000")
+    with wide, contextlib.redirect_stdout(io.StringIO()) as shown:
+        train(*options, restarts=restarts)
+    return " ".join(shown.getvalue().split())
 
 
 def refusal(*options: str, restarts: int = 0) -> str:

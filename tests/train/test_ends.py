@@ -15,7 +15,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train import checkpoints
 from megatron_fsdp.train.failures import (
-    Failure,
     NotSavedError,
     find_cause,
     is_out_of_memory,
@@ -84,8 +83,8 @@ def test_errors_of_memory_count_also_as_a_cause_and_others_do_not() -> None:
     wrapped.__cause__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     assert is_out_of_memory(wrapped)
     assert is_out_of_memory(MemoryError())
-    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
-    assert not is_out_of_memory(RuntimeError("NCCL error: remote process exited or there was a network error"))
+    for words in ("CUDA error: an illegal memory access was encountered", "NCCL error: remote process exited"):
+        assert not is_out_of_memory(RuntimeError(words))
 
 
 # ---- memory that runs out before the first step ----------------------------------------------------------------------
@@ -120,41 +119,39 @@ def raised(error: Exception) -> Exception:
         return caught
 
 
-def test_cause_is_the_first_error_and_not_its_echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    second = 1_700_000_000 * 10**9
-    for rank, now_ns, error in [(0, second + 900, RuntimeError("connection closed")), (1, second + 100, KeyError("w"))]:
-        monkeypatch.setattr(time, "time_ns", lambda now_ns=now_ns: now_ns)
-        write_failure(raised(error), tmp_path / f"{rank}.json")
-    cause = find_cause({rank: failed(rank, tmp_path / f"{rank}.json") for rank in (0, 1)})
-    assert (cause.rank, cause.code, cause.time_ns) == (1, 1, second + 100)
-    assert cause.text.startswith("Traceback")
-    assert cause.text.endswith("KeyError: 'w'\n")
+KILLED = "it was ended by SIGKILL, as after kill -9 or when the machine's memory runs out"
+CLOSED, HUNG = RuntimeError("connection closed by peer"), RuntimeError("timed out; rank 1 runs code outside")
+Left = tuple[Exception | None, int, int]
+CAUSES: dict[str, tuple[list[Left], tuple[int, int, str]]] = {
+    "the first error, and not its echo": ([(CLOSED, 1, 2), (KeyError("w"), 1, 1)], (1, 1, "KeyError: 'w'\n")),
+    "an error alone": ([(CLOSED, 1, 0)], (0, 1, "RuntimeError: connection closed by peer\n")),
+    "a killed rank, whose peers are echoes": ([(CLOSED, 1, 0), (None, -9, 0)], (1, 7, KILLED)),
+    "no rank that the agent killed": ([(HUNG, 1, 0), (None, -9, 30)], (0, 1, "rank 1 runs code outside\n")),
+    "what only one thing can cause": (
+        [(CLOSED, 1, 0), (NotSavedError("no room"), 1, 0), (None, -6, 0)],
+        (1, 6, "no room"),
+    ),
+    "a wrong setting, in one line": ([(ConfigurationError("no text"), 1, 0)], (0, 2, "no text")),
+}
+"""What each rank left: its error, if it wrote one, its exit code, and after how many seconds; then rank, code, text."""
 
 
-def test_killed_rank_is_the_cause_and_its_peers_are_echoes(tmp_path: Path) -> None:
-    write_failure(raised(RuntimeError("connection closed by peer")), tmp_path / "0.json")
-    failures = {0: failed(0, tmp_path / "0.json"), 1: failed(1, tmp_path / "missing.json", exitcode=-9)}
-    cause = find_cause(failures)
-    words = "it was ended by SIGKILL, as after kill -9 or when the machine's memory runs out"
-    assert cause == Failure(1, words, 7, cause.time_ns)
-    assert find_cause({0: failures[0]}).text.endswith("RuntimeError: connection closed by peer\n")
-
-
-def test_a_rank_that_the_agent_killed_is_no_cause(tmp_path: Path) -> None:
-    write_failure(raised(RuntimeError("timed out; rank 1 runs code outside of the model")), tmp_path / "0.json")
-    killed = failed(1, tmp_path / "missing.json", exitcode=-9)
-    killed.timestamp = int(time.time()) + 30  # what is left to ranks that catch SIGTERM
-    cause = find_cause({0: failed(0, tmp_path / "0.json"), 1: killed})
-    assert (cause.rank, cause.code) == (0, 1)
-    assert "rank 1 runs code outside of the model" in cause.text
-
-
-def test_what_only_one_thing_can_cause_comes_before_what_follows_from_it(tmp_path: Path) -> None:
-    write_failure(raised(RuntimeError("connection closed by peer")), tmp_path / "0.json")
-    write_failure(raised(NotSavedError("no room")), tmp_path / "1.json")
-    aborted = failed(2, tmp_path / "missing.json", exitcode=-6)
-    cause = find_cause({0: failed(0, tmp_path / "0.json"), 1: failed(1, tmp_path / "1.json"), 2: aborted})
-    assert (cause.rank, cause.code, cause.text) == (1, 6, "no room")
+@pytest.mark.parametrize(("left", "expected"), CAUSES.values(), ids=CAUSES)
+def test_the_cause_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: list[Left], expected: tuple[int, int, str]
+) -> None:
+    begun_ns, failures = time.time_ns(), {}
+    for rank, (error, exitcode, after_s) in enumerate(left):
+        if error is not None:
+            monkeypatch.setattr(time, "time_ns", lambda after_s=after_s: begun_ns + after_s * 10**9)
+            write_failure(raised(error), tmp_path / f"{rank}.json")
+        failures[rank] = failed(rank, tmp_path / f"{rank}.json", exitcode)
+        if error is None:
+            failures[rank].timestamp += after_s  # ranks that catch SIGTERM have that long
+    cause, (rank, code, text) = find_cause(failures), expected
+    assert (cause.rank, cause.code) == (rank, code)
+    assert cause.text == text if code != 1 else cause.text.startswith("Traceback") and cause.text.endswith(text)
+    assert left[rank][0] is None or cause.time_ns == begun_ns + left[rank][2] * 10**9
 
 
 def test_exit_code_survives_where_the_error_cannot_be_written(
@@ -183,9 +180,3 @@ def test_torchrun_is_told_a_sentence_and_no_traceback(
     monkeypatch.setenv("MEGATRON_FSDP_MEETING", "file:///x")  # our own launcher says it
     report_failure(raised(ConfigurationError("no text")), rank=0)
     assert capsys.readouterr().err == ""
-
-
-def test_wrong_setting_is_one_line(tmp_path: Path) -> None:
-    write_failure(raised(ConfigurationError("no text")), tmp_path / "0.json")
-    cause = find_cause({0: failed(0, tmp_path / "0.json")})
-    assert (cause.text, cause.code) == ("no text", 2)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
@@ -15,11 +16,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_fsdp.checkpoint import checkpointer
 from tests.conftest import RunRanks
 from tests.support.train_program import by_step, differences, metrics, refusal, train
-from tests.train.test_resume import NUMBERS, POINTER, output_after_restart, saved
+from tests.train.test_resume import NUMBERS, POINTER, after_restart, saved
 
 
 def train_on_a_full_disk(full: tuple[int, ...], *options: str) -> str:
-    """A run whose saves of these numbers, counted from 0, find no room."""
+    """A run whose saves of these numbers, counted from 0, find no room: what it shows, and its end."""
     module: Any = checkpointer
     write_state, numbers = module.write_state, itertools.count()
 
@@ -28,15 +29,7 @@ def train_on_a_full_disk(full: tuple[int, ...], *options: str) -> str:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_state(*given, **options)
 
-    module.write_state = write
-    try:
-        return _output(*options)
-    finally:
-        module.write_state = write_state
-
-
-def _output(*options: str) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
+    with mock.patch.object(module, "write_state", write), contextlib.redirect_stdout(io.StringIO()) as shown:
         told = refusal(*options)
     return " ".join(f"{shown.getvalue()} END {told}".split())
 
@@ -89,7 +82,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     folder = tmp_path / "saved"
     options = (*data, "--save", str(folder), "--save-interval", "2", "--out", str(tmp_path / "out"))
     run_ranks(2, train, *data, "--save", str(tmp_path / "all"), "--out", str(tmp_path / "whole"))
-    run_ranks(2, output_after_restart, *options, "--exit-interval", "6")
+    run_ranks(2, after_restart, *options, "--exit-interval", "6")
     flip(folder / "iter_0000006")
     named = (*data, "--load", str(folder / "iter_0000006"))
     (refused, _) = run_ranks(2, refusal, *named, "--out", str(tmp_path / "refused"))
@@ -97,7 +90,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert " is damaged: " in refused
     run_ranks(2, train, *named, "--no-verify-integrity", "--out", str(tmp_path / "trusting"))
     next((folder / "iter_0000004").glob("*.distcp")).unlink()
-    told = run_ranks(2, output_after_restart, *options)[0]
+    told = run_ranks(2, after_restart, *options)[0]
     for step in (6, 4):
         assert f"WARNING: {folder}/iter_000000{step} cannot be used, going back to the one before" in told
     assert f"loaded {folder}/iter_0000002" in told
@@ -105,7 +98,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert by_step(tmp_path / "out", *NUMBERS) == by_step(tmp_path / "whole", *NUMBERS)
     assert differences(folder / "iter_0000008", tmp_path / "all" / "iter_0000008") == []
     (folder / POINTER).write_text("77")
-    told = run_ranks(2, output_after_restart, *options, "--train-iters", "9")[0]
+    told = run_ranks(2, after_restart, *options, "--train-iters", "9")[0]
     assert f"WARNING: {folder} lacks the checkpoint 77" in told
     assert f"loaded {folder}/iter_0000008" in told
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -18,9 +19,10 @@ from megatron_fsdp.train.program import choose_ranks, find_device_type, is_rank,
 from megatron_fsdp.train.ranks import restarts_so_far, work_on_machines
 from tests.conftest import RunRanks
 from tests.support.forked_programs import Program, trainer
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, refusal
 from tests.support.source_tree import ROOT
 from tests.support.train_program import LIMIT_S, OPTIONS, environment, this_rank
+from tests.train.options.test_example_presets import write_commands
 
 
 @pytest.mark.parametrize(
@@ -49,8 +51,8 @@ def test_traffic_stays_on_this_machine() -> None:
 def test_missing_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: None)
     assert find_device_type("auto") == find_device_type("cpu") == "cpu"
-    with pytest.raises(ConfigurationError, match="--device cuda is not available here: use --device cpu"):
-        find_device_type("cuda")
+    told = "--device cuda is not available here: use --device cpu"
+    assert told in refusal(find_device_type, "cuda", error=ConfigurationError)
 
 
 # ---- the back end ----------------------------------------------------------------------------------------------------
@@ -72,14 +74,13 @@ FLAGS = {flag for action in make_parser()._actions for flag in action.option_str
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_the_slurm_script_passes_sigterm_on_and_queues_the_job_again(tmp_path: Path) -> None:
-    for name, text in {
-        "srun": 'trap "exit 0" TERM; echo "$@" > srun.txt; kill -TERM $PPID; while :; do sleep 0.05; done',
-        "scancel": 'echo "$@" > scancel.txt; kill -TERM "$(cat srun.pid)"',
-        "scontrol": 'if [ "$1" = requeue ]; then echo "$@" > requeue.txt; else echo node1; echo node2; fi',
-    }.items():
-        body = f"echo $$ > {name}.pid\n{text}\n"
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}")
-        (tmp_path / name).chmod(0o755)
+    write_commands(
+        tmp_path,
+        srun='echo $$ > srun.pid; trap "exit 0" TERM; echo "$@" > srun.txt; kill -TERM $PPID; '
+        "while :; do sleep 0.05; done",
+        scancel='echo "$@" > scancel.txt; kill -TERM "$(cat srun.pid)"',
+        scontrol='if [ "$1" = requeue ]; then echo "$@" > requeue.txt; else echo node1; echo node2; fi',
+    )
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
     command = ["bash", str(FOLDER / "slurm.sbatch"), "--preset", "tiny"]
     env |= {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}
@@ -110,24 +111,22 @@ def test_the_manifest_is_a_train_job_whose_flags_exist() -> None:
 def on_two_machines(local: str, seconds: float, failing: dict[int, str]) -> tuple[bool, str | None]:
     """Work as `local` says; returns whether this rank worked, and what was raised."""
     rank, done = this_rank(), []
-    os.environ["LOCAL_RANK"] = local.split(",")[rank.index]
+    errors = {"usage": ConfigurationError, "memory": OutOfMemoryError, "bug": KeyError}
 
     def work() -> None:
         time.sleep(seconds)
         done.append(rank.index)
         if rank.index in failing:
-            raise {"usage": ConfigurationError, "memory": OutOfMemoryError, "bug": KeyError}[failing[rank.index]](
-                "no text"
-            )
+            raise errors[failing[rank.index]]("no text")
 
-    beat, ranks._BEAT_S = ranks._BEAT_S, 0.05
-    try:
-        work_on_machines(rank, work)
-    except (ConfigurationError, OutOfMemoryError, RuntimeError) as error:
-        return bool(done), f"{type(error).__name__} {error}"
-    finally:
-        ranks._BEAT_S = beat
-        del os.environ["LOCAL_RANK"]
+    with (
+        mock.patch.object(ranks, "_BEAT_S", 0.05),
+        mock.patch.dict(os.environ, LOCAL_RANK=local.split(",")[rank.index]),
+    ):
+        try:
+            work_on_machines(rank, work)
+        except (ConfigurationError, OutOfMemoryError, RuntimeError) as error:
+            return bool(done), f"{type(error).__name__} {error}"
     return bool(done), None
 
 

@@ -12,12 +12,10 @@ from megatron_fsdp.trace.recorder import Recorder
 from megatron_fsdp.train.loop import Run, train
 from megatron_fsdp.train.measure import Speed, StepRecord, optimizer_bytes, peak_by_name, peak_bytes, peak_tflops
 from megatron_fsdp.train.models.trained import build
-from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import World, resolve
 from tests.conftest import RunRanks
 from tests.support.array_tokens import feed_of, token_data
 from tests.support.on_ranks import on_ranks
-from tests.support.train_program import this_rank
+from tests.support.train_program import job_of_words, this_rank
 from tests.train.models.runs import NoCheckpoints, Silent
 
 
@@ -25,8 +23,8 @@ from tests.train.models.runs import NoCheckpoints, Silent
 def test_state_that_rests_on_the_host_is_not_counted_in_the_peak() -> None:
     peaks = []
     for fraction in ("0", "0.5", "1"):
-        flags = ["--preset", "tiny", "--seq-length", "16", "--optimizer-cpu-offload"]
-        job = resolve(parse_options([*flags, "--optimizer-offload-fraction", fraction]), World(2, "cpu"))
+        flags = "--preset tiny --seq-length 16 --optimizer-cpu-offload --optimizer-offload-fraction"
+        job = job_of_words(f"{flags} {fraction}")
         built = build(job, 256, this_rank())
         for param in built.model.parameters():
             param.grad = torch.zeros_like(param)
@@ -42,21 +40,16 @@ def test_peaks_go_by_the_name_of_the_device_and_others_are_not_known() -> None:
     peaks = {"NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA B200": 2250}
     assert {name: peak_by_name(name) for name in peaks} == peaks
     assert math.isnan(peak_by_name("NVIDIA RTX A1000"))
-    job = resolve(parse_options(["--preset", "tiny"]), World(2, "cpu"))
-    told = resolve(parse_options(["--preset", "tiny", "--peak-tflops", "2.5"]), World(2, "cpu"))
+    job, told = (job_of_words(words) for words in ("--preset tiny", "--preset tiny --peak-tflops 2.5"))
     assert math.isnan(peak_tflops(job, torch.device("cpu")))
     assert math.isnan(peak_tflops(job, torch.device("cuda")))  # which computes in float32
     assert peak_tflops(told, torch.device("cpu")) == 2.5
 
 
-SIZES = {"--seq-length": 16, "--micro-batch-size": 2, "--train-iters": 7, "--log-interval": 3}
-FLAGS = ("--preset", "tiny", *(str(word) for item in SIZES.items() for word in item))
+FLAGS = "--preset tiny --seq-length 16 --micro-batch-size 2 --train-iters 7 --log-interval 3"
 BUCKETS = (
-    "--no-use-megatron-fsdp",
-    "--data-parallel-sharding-strategy",
-    "no_shard",
-    "--use-distributed-optimizer",
-    "--overlap-grad-reduce",
+    "--no-use-megatron-fsdp --data-parallel-sharding-strategy no_shard --use-distributed-optimizer "
+    "--overlap-grad-reduce"
 )
 
 
@@ -71,10 +64,10 @@ class Notes(Silent):
         self.calls.append(list(records))
 
 
-def trained(flags: Sequence[str]) -> tuple[list[list[StepRecord]], int, list[torch.Tensor]]:
+def trained(flags: str) -> tuple[list[list[StepRecord]], int, list[torch.Tensor]]:
     """What a run tells its watcher, how often it recorded, and this rank's weights at its end."""
     rank = this_rank()
-    job = resolve(parse_options([*FLAGS, *flags]), World(rank.count, "cpu"))
+    job = job_of_words(f"{FLAGS} {flags}", rank.count)
     tokens = np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16)
     data = token_data(tokens, tokens[:400])
     built = build(job, data.vocab_size, rank)
@@ -89,10 +82,10 @@ def trained(flags: Sequence[str]) -> tuple[list[list[StepRecord]], int, list[tor
 
 
 @pytest.mark.full(short=["units"])
-@pytest.mark.parametrize("flags", [(), BUCKETS], ids=["units", "buckets"])
-def test_one_step_of_each_interval_is_measured_and_no_bit_changes(run_ranks: RunRanks, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("flags", ["", BUCKETS], ids=["units", "buckets"])
+def test_one_step_of_each_interval_is_measured_and_no_bit_changes(run_ranks: RunRanks, flags: str) -> None:
     measured = run_ranks(2, trained, flags)
-    plain = run_ranks(2, trained, (*flags, "--no-log-exposed-communication"))
+    plain = run_ranks(2, trained, f"{flags} --no-log-exposed-communication")
     calls, recordings, _ = measured[0]
     assert (recordings, plain[0][1]) == (3, 0)
     steps = [[record.step for record in call] for call in calls]

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.train.options.command_line import parse_options
 from tests.support.forked_programs import Program, children_of, remains, torchrun
 from tests.support.source_tree import ROOT
 from tests.support.train_program import (
@@ -126,11 +124,3 @@ def test_ranks_under_torchrun_talk_on_loopback_and_go_on_after_a_kill(tmp_path: 
     assert list(by_step(out, "loss")) == list(range(1, STEPS + 1))
     assert (saved / f"iter_{STEPS:07}").exists()
     assert [name for name in remains(temporary, ranks) if not name.startswith("torchelastic_")] == []  # torchrun's logs
-
-
-def test_yaml_runs_no_code(tmp_path: Path) -> None:
-    path, marker = tmp_path / "run.yaml", tmp_path / "marker"
-    path.write_text(f"lr: !!python/object/apply:os.mkdir ['{marker}']\n")
-    with pytest.raises(ConfigurationError, match="not YAML"):
-        parse_options(["--config", str(path)])
-    assert not marker.exists()

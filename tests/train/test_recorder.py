@@ -10,16 +10,11 @@ import pytest
 import torch
 
 from megatron_fsdp.train.measure import Evaluation, Progress, Speed, StepRecord, Writer
-from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import Job, World, resolve
 from megatron_fsdp.train.ranks import Rank
 from megatron_fsdp.train.recorder import JsonLines, Recorder, from_line, header_rows, read_lines, to_json, to_line
 from tests.support.array_tokens import token_data
+from tests.support.train_program import job_of_words
 from tests.train.records import record
-
-
-def job_of(*flags: str, ranks: int = 2) -> Job:
-    return resolve(parse_options(["--preset", "tiny", *flags]), World(ranks, "cpu"))
 
 
 def lines(records: Sequence[StepRecord]) -> list[str]:
@@ -27,37 +22,26 @@ def lines(records: Sequence[StepRecord]) -> list[str]:
     return [repr(each) for each in records]
 
 
-def row_of(job: Job, name: str) -> str:
-    """A line of the header."""
-    return dict(rows_of(job))[name]
-
-
-def rows_of(job: Job) -> list[tuple[str, str]]:
-    tokens = np.zeros(1000, dtype=np.uint16)
-    data = token_data(tokens, tokens[:100])
-    rank = Rank(0, 2, torch.device("cpu"), 0)
-    speed = Speed(job.tokens_per_step, 4.09e8, 2, 0.2)
-    return header_rows(job, rank, data, Path("runs/x"), speed)
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (("--bf16", "--grad-reduce-in-bf16"), ("bfloat16", "float32", "float32", "bfloat16")),
-        (("--bf16", "--megatron-fsdp-main-params-dtype", "bf16"), ("bfloat16", "bfloat16", "float32", "float32")),
-        (("--fp16",), ("float16", "float32", "float32", "float32")),
-        (("--bf16", "--accumulate-allreduce-grads-in-fp32"), ("bfloat16", "float32", "float32", "float32")),
+        ("--bf16 --grad-reduce-in-bf16", ("bfloat16", "float32", "float32", "bfloat16")),
+        ("--bf16 --megatron-fsdp-main-params-dtype bf16", ("bfloat16", "bfloat16", "float32", "float32")),
+        ("--fp16", ("float16", "float32", "float32", "float32")),
+        ("--bf16 --accumulate-allreduce-grads-in-fp32", ("bfloat16", "float32", "float32", "float32")),
     ],
 )
-def test_dtypes_are_those_that_the_engine_will_use(flags: tuple[str, ...], expected: tuple[str, ...]) -> None:
+def test_dtypes_are_those_that_the_engine_will_use(flags: str, expected: tuple[str, ...]) -> None:
+    job, tokens = job_of_words(f"--preset tiny {flags}"), np.zeros(1000, dtype=np.uint16)
+    rank, speed = Rank(0, 2, torch.device("cpu"), 0), Speed(job.tokens_per_step, 4.09e8, 2, 0.2)
+    rows = dict(header_rows(job, rank, token_data(tokens, tokens[:100]), Path("runs/x"), speed))
     names = ("compute", "main weights", "main gradients", "gradient communication")
-    assert row_of(job_of(*flags), "dtypes") == ", ".join(map(" ".join, zip(names, expected, strict=True)))
+    assert rows["dtypes"] == ", ".join(map(" ".join, zip(names, expected, strict=True)))
 
 
 def test_a_record_comes_back_as_it_was_written() -> None:
-    assert lines([from_line(to_line(record(3, loss_scale=1024.0)), StepRecord)]) == lines(
-        [record(3, loss_scale=1024.0)]
-    )
+    third = record(3, loss_scale=1024.0)
+    assert lines([from_line(to_line(third), StepRecord)]) == lines([third])
     assert from_line(to_line(Evaluation(7, 1.25)), Evaluation) == Evaluation(7, 1.25)
     found = json.loads(to_line(record(2)))  # of another version, with other fields
     del found["mfu"]

@@ -2,8 +2,10 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,11 +18,20 @@ from megatron_fsdp.train.models.trained import Trained
 from megatron_fsdp.train.recorder import METRICS_FILE
 from megatron_fsdp.train.replay import first_difference, replay
 from tests.conftest import RunRanks
+from tests.support.on_ranks import refusal
 from tests.support.train_program import train, write_text
+from tests.train.test_deterministic import UNITS, WORLD
 
-WORLD = ("--deterministic", "world", "--micro-batch-size", "1", "--global-batch-size", "6", "--clip-grad", "0.5")
-UNITS = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy")
-RECORDS = ("--save-interval", "3", "--log-digests-interval", "2", "--log-params-norm", "--log-num-zeros-in-grad")
+RECORDS = (
+    "--clip-grad",
+    "0.5",
+    "--save-interval",
+    "3",
+    "--log-digests-interval",
+    "2",
+    "--log-params-norm",
+    "--log-num-zeros-in-grad",
+)
 
 
 def arguments(folder: Path, *options: str) -> tuple[str, ...]:
@@ -42,11 +53,8 @@ def train_with_fault(method: str, at_step: int, *options: str) -> None:
             tensor.to_local().view(-1).view(torch.int32)[0] ^= 1
         return result
 
-    setattr(Trained, method, faulty)
-    try:
+    with mock.patch.object(Trained, method, faulty):
         train(*options)
-    finally:
-        setattr(Trained, method, whole)
 
 
 CASES = {
@@ -97,36 +105,32 @@ def test_the_command_tells_what_it_found_and_what_cannot_be_replayed(
     assert "\nstep 5: loss: recorded " in capfd.readouterr().out
     metrics.write_text("".join(lines))
 
-    def refusal(step: int, **more: Any) -> str:
-        with pytest.raises(ConfigurationError) as caught:
-            replay(out, step, **more)
-        return str(caught.value)
-
-    assert "metrics.jsonl has no step 9: it has steps 1 to 8" in refusal(9)
-    assert "saves has no checkpoint before step 3 (its checkpoints are of steps 3, 6, 8)" in refusal(3)
-    assert "has no checkpoint before step 5 (it holds none)" in refusal(5, checkpoints=tmp_path)
-    assert "--checkpoints has no effect with --from-start" in refusal(5, checkpoints=tmp_path, from_start=True)
+    refused = partial(refusal, replay, out, error=ConfigurationError)
+    assert "metrics.jsonl has no step 9: it has steps 1 to 8" in refused(9)
+    assert "saves has no checkpoint before step 3 (its checkpoints are of steps 3, 6, 8)" in refused(3)
+    assert "has no checkpoint before step 5 (it holds none)" in refused(5, checkpoints=tmp_path)
+    assert "--checkpoints has no effect with --from-start" in refused(5, checkpoints=tmp_path, from_start=True)
     metrics.write_text("".join([*lines[:4], *lines[5:]]))
-    assert "has no step 5: its line, between those of steps 1 and 8, is missing or damaged" in refusal(5)
+    assert "has no step 5: its line, between those of steps 1 and 8, is missing or damaged" in refused(5)
     metrics.write_text("".join([*lines[:4], json.dumps({**json.loads(lines[4]), "loss": "much"}) + "\n", *lines[5:]]))
-    assert "the record of step 5 is damaged: loss is 'much', no number" in refusal(5)
+    assert "the record of step 5 is damaged: loss is 'much', no number" in refused(5)
     metrics.write_text("".join(lines))
     write_text(tmp_path / "text").write_text("another text\n" * 500)
     other = "its run had other data or options: --data-path was text with checksum"
-    assert f"cannot be replayed from {tmp_path / 'saves' / 'iter_0000003'}: {other}" in refusal(5)
-    assert f"cannot be replayed from its start: {other}" in refusal(2, from_start=True)
+    assert f"cannot be replayed from {tmp_path / 'saves' / 'iter_0000003'}: {other}" in refused(5)
+    assert f"cannot be replayed from its start: {other}" in refused(2, from_start=True)
     (tmp_path / "text").unlink()
-    assert "does not exist" in refusal(5)
+    assert "does not exist" in refused(5)
     assert replay(out, 5, data_path=write_text(tmp_path / "moved")).difference is None
     applied = out / "applied.json"
     plain = json.loads(applied.read_text())
     applied.write_text(json.dumps({**plain, "origins": {**plain["origins"], "warp_speed": "flag"}}))
-    assert "names the option 'warp_speed', which version " in refusal(5)
+    assert "names the option 'warp_speed', which version " in refused(5)
     plain["options"]["deterministic"] = None
     applied.write_text(json.dumps(plain))
-    assert "was trained without --deterministic world" in refusal(5)
+    assert "was trained without --deterministic world" in refused(5)
     applied.unlink()
-    assert "holds no results of a run" in refusal(5)
+    assert "holds no results of a run" in refused(5)
 
 
 def test_the_first_difference_is_that_of_what_is_computed_first() -> None:
@@ -136,15 +140,11 @@ def test_the_first_difference_is_that_of_what_is_computed_first() -> None:
     nan = replace(record, loss=float("nan"))
     assert first_difference(nan, nan) is None
     other = replace(record, grad_norm=1.5, digests={**digests, "weights": {"(root)": "05"}})
-    assert (
-        first_difference(record, other)
-        == "grad_norm: recorded 1.0 (0x1.0000000000000p+0), replayed 1.5 (0x1.8000000000000p+0)"
-    )
+    told = "grad_norm: recorded 1.0 (0x1.0000000000000p+0), replayed 1.5 (0x1.8000000000000p+0)"
+    assert first_difference(record, other) == told
     units = replace(other, digests={**digests, "gradients": {"(root)": "01", "a": "12", "b": "13"}})
     assert first_difference(record, units) == "gradients of unit a: recorded digest 02, replayed 12 (also b)"
     moved = replace(record, digests={"gradients": {"bucket 0": "06"}})
     assert first_difference(record, moved) is None, "digests of other units add up to the same"
-    assert (
-        first_difference(record, replace(other, loss=2.0, data_checksum=78))
-        == "data: recorded checksum 77, replayed 78"
-    )
+    moved = replace(other, loss=2.0, data_checksum=78)
+    assert first_difference(record, moved) == "data: recorded checksum 77, replayed 78"

@@ -1,7 +1,5 @@
 """Results of a run that was ended at a bad moment: nothing is lost, nothing is overwritten, nothing is shared."""
 
-import contextlib
-import io
 import json
 import shutil
 import subprocess
@@ -18,13 +16,10 @@ from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.recorder import METRICS_FILE, to_json
 from megatron_fsdp.train.run_job import SUMMARY_FILE, claim_results
 from tests.conftest import RunRanks
-from tests.support.train_program import job_of, refusal, train, write_text
+from tests.support import on_ranks
+from tests.support.train_program import job_of, output_of, refusal, write_text
 
-
-def output_of(*options: str) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
-        train(*options)
-    return "".join(shown.getvalue().split())  # lines are broken anywhere in a long path
+TAKEN = "another run writes into it now; give another folder"
 
 
 def take(job: Job, *, goes_on: bool = False) -> Path:
@@ -38,15 +33,15 @@ def test_a_run_that_was_ended_after_its_last_save_gets_its_results(run_ranks: Ru
     data = ("--data-path", str(write_text(tmp_path / "text.txt")), "--eval-interval", "4")
     same = (*data, "--save", str(saved), "--load", str(saved), "--out", str(out))
     (told,) = run_ranks(1, output_of, *same, "--exit-interval", "4")
-    assert f"{saved}holdsnocheckpointyet" in told
+    assert f"{saved} holds no checkpoint yet" in told
     (told,) = run_ranks(1, output_of, *same)
-    assert f"metricsandsummary:{out}" in told
+    assert f"metrics and summary: {out}" in told
     whole, evaluated = json.loads((out / "summary.json").read_text()), (out / "evaluations.jsonl").read_text()
     assert [json.loads(line)["step"] for line in evaluated.splitlines()] == [4, 8]
 
     (out / "summary.json").write_text(json.dumps({"progress": {"steps": 4}}))  # of the first part
     (told,) = run_ranks(1, output_of, *same)
-    assert "hasall8steps:thetrainingisdone" in told
+    assert "has all 8 steps: the training is done" in told
     again = json.loads((out / "summary.json").read_text())
     assert again["held_out_loss"] == whole["held_out_loss"]
     assert (out / "evaluations.jsonl").read_text() == evaluated
@@ -54,7 +49,7 @@ def test_a_run_that_was_ended_after_its_last_save_gets_its_results(run_ranks: Ru
     other = tmp_path / "measured"
     for measuring in ((*data, "--load", str(saved), "--out", str(other)), same):
         (told,) = run_ranks(1, output_of, *measuring, "--skip-train")
-        assert f"held-outloss{whole['held_out_loss']:.3f}" in told
+        assert f"held-out loss {whole['held_out_loss']:.3f}" in told
     assert json.loads((other / "summary.json").read_text())["held_out_loss"] == whole["held_out_loss"]
 
     shutil.rmtree(saved)
@@ -68,16 +63,13 @@ def test_a_folder_is_for_one_run_at_a_time(tmp_path: Path) -> None:
     job = job_of("--out", str(tmp_path / "out"))
     with ExitStack() as held:
         folder = claim_results(job, held, goes_on=False)
-        with pytest.raises(ConfigurationError, match="another run writes into it now; give another folder"):
-            take(job)
+        assert TAKEN in on_ranks.refusal(take, job, error=ConfigurationError)
     assert take(job) == folder
     (folder / METRICS_FILE).touch()
-    with pytest.raises(ConfigurationError, match="holds an earlier run: give a new folder"):
-        take(job)
+    assert "holds an earlier run: give a new folder" in on_ranks.refusal(take, job, error=ConfigurationError)
     assert take(job, goes_on=True) == folder
     (folder / METRICS_FILE).rename(folder / SUMMARY_FILE)  # as after a run that took no step
-    with pytest.raises(ConfigurationError, match="holds an earlier run: give a new folder"):
-        take(job)
+    assert "holds an earlier run: give a new folder" in on_ranks.refusal(take, job, error=ConfigurationError)
 
 
 def launched_by(pid: int) -> str:
@@ -98,8 +90,7 @@ def test_a_claim_lasts_as_long_as_the_launcher_restarts_included(
         patch.setattr(run_job, "launcher", lambda: launched_by(other.pid))
         other.wait()
         for job in (first, again):
-            with pytest.raises(ConfigurationError, match="another run writes into it now; give another folder"):
-                take(job, goes_on=True)
+            assert TAKEN in on_ranks.refusal(take, job, error=ConfigurationError, goes_on=True)
     assert take(again, goes_on=True) == folder, "and ended well, so that another may have it"
     with monkeypatch.context() as patch:
         patch.setattr(run_job, "launcher", lambda: launched_by(other.pid))

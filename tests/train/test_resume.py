@@ -1,9 +1,6 @@
 """The trainer's checkpoints: a run in two parts equals a run in one, an interrupted run is kept, misuse is refused."""
 
-import contextlib
-import io
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -20,6 +17,7 @@ from tests.support.train_program import (
     differences,
     environment,
     metrics,
+    output_of,
     refusal,
     run,
     start,
@@ -31,6 +29,10 @@ from tests.support.train_program import (
 
 POINTER = "latest_checkpointed_iteration.txt"
 NUMBERS = ("loss", "grad_norm", "learning_rate", "samples", "data_checksum")
+
+
+def after_restart(*options: str) -> str:
+    return output_of(*options, restarts=1)
 
 
 def saved(folder: Path) -> list[str]:
@@ -113,18 +115,6 @@ def test_a_folder_that_does_not_fit_is_refused(run_ranks: RunRanks, data: tuple[
     assert list(by_step(tmp_path / "1", "loss")) == [3]
 
 
-def output_of(*options: str, restarts: int = 0) -> str:
-    """What a run shows, on lines so wide that no path in them is folded, however long it is."""
-    wide = mock.patch.dict(os.environ, COLUMNS="1000")
-    with wide, contextlib.redirect_stdout(io.StringIO()) as shown:
-        train(*options, restarts=restarts)
-    return " ".join(shown.getvalue().split())
-
-
-def output_after_restart(*options: str) -> str:
-    return output_of(*options, restarts=1)
-
-
 @pytest.mark.full
 def test_a_job_that_is_started_again_and_again_ends_well(
     run_ranks: RunRanks, data: tuple[str, str], tmp_path: Path
@@ -155,9 +145,9 @@ def test_ranks_that_start_again_go_on_from_what_they_saved_and_not_from_what_the
     tuning = (*data, "--load", base, "--finetune", "--save", folder, "--save-interval", "3")
     whole = (*data, "--load", base, "--finetune", "--save", str(tmp_path / "all"), "--out", str(tmp_path / "whole"))
     run_ranks(2, train, *whole)
-    told, _ = run_ranks(2, output_after_restart, *tuning, "--exit-interval", "4", "--out", str(tmp_path / "1"))
+    told, _ = run_ranks(2, after_restart, *tuning, "--exit-interval", "4", "--out", str(tmp_path / "1"))
     assert "holds no checkpoint yet" not in told  # nothing saved yet: it loads what it was told to load
-    told, _ = run_ranks(2, output_after_restart, *tuning, "--out", str(tmp_path / "1"))
+    told, _ = run_ranks(2, after_restart, *tuning, "--out", str(tmp_path / "1"))
     assert "loaded" in told
     assert list(by_step(tmp_path / "1", "loss")) == list(range(1, 9))
     assert by_step(tmp_path / "1", *NUMBERS) == by_step(tmp_path / "whole", *NUMBERS)

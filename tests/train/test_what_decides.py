@@ -8,10 +8,9 @@ import pytest
 
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.checkpoints import TrainingState, changes_of, facts_of
-from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import World, resolve
 from tests.support.array_tokens import token_data
-from tests.support.train_program import job_of
+from tests.support.on_ranks import refusal
+from tests.support.train_program import job_of, job_of_words
 
 HEADS = [
     "num_heads of the model was 2 and is 1",
@@ -82,8 +81,7 @@ def test_fields_of_a_configuration_are_facts(tmp_path: Path, field: str, value: 
     small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
     before, after = ({"model_type": "llama", "vocab_size": 64, **small, **more} for more in ({}, {field: value}))
     (tmp_path / "config.json").write_text(json.dumps(before))
-    options = ("--seq-length", "8", "--micro-batch-size", "2", "--train-iters", "2", "--lr", "1e-3")
-    job = resolve(parse_options([*options, "--hf-config", str(tmp_path)]), World(2, "cpu"))
+    job = job_of_words(f"--seq-length 8 --micro-batch-size 2 --train-iters 2 --lr 1e-3 --hf-config {tmp_path}")
     data = token_data(np.zeros(9, np.uint16))
     saved = facts_of(job, data)
     (tmp_path / "config.json").write_text(json.dumps(after))
@@ -93,6 +91,6 @@ def test_fields_of_a_configuration_are_facts(tmp_path: Path, field: str, value: 
 
 def test_tuning_from_the_folder_to_save_to_is_refused(tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
-    with pytest.raises(ConfigurationError, match="would tune again from what it has saved itself"):
-        job_of("--finetune", "--save", folder, "--load", f"{folder}/../saved")
+    told = refusal(job_of, "--finetune", "--save", folder, "--load", f"{folder}/../saved", error=ConfigurationError)
+    assert "would tune again from what it has saved itself" in told
     assert not job_of("--finetune", "--save", folder, "--load", str(tmp_path)).load_is_optional

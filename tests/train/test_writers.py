@@ -3,9 +3,8 @@
 import importlib.util
 import math
 import sys
-import types
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,15 +12,13 @@ from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.measure import Evaluation, Progress, Writer
 from megatron_fsdp.train.options.checks import require_there
 from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import Job, World, resolve
+from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.recorder import applied, find_writers, step_scalars
+from tests.support.on_ranks import refusal
+from tests.support.train_program import job_of_words
 from tests.train.records import record
 
 SECRET = "zq7secret"
-
-
-def job_of(*flags: str) -> Job:
-    return resolve(parse_options(["--preset", "tiny", *flags]), World(2, "cpu"))
 
 
 def writers_of(job: Job, folder: Path, progress: Progress) -> list[Writer]:
@@ -46,7 +43,7 @@ def test_tensorboard_holds_every_step_once_after_a_restart(tmp_path: Path) -> No
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    job = job_of("--tensorboard-dir", str(tmp_path / "events"))
+    job = job_of_words(f"--preset tiny --tensorboard-dir {tmp_path}/events")
     train_twice(job, tmp_path)
     found = EventAccumulator(str(tmp_path / "events"))
     found.Reload()
@@ -62,55 +59,32 @@ def test_tensorboard_holds_every_step_once_after_a_restart(tmp_path: Path) -> No
     assert [event.step for event in found.Scalars("lm loss")] == [1]
 
 
-def proxy_of_wandb(calls: list[tuple[str, Any]]) -> types.ModuleType:
-    """What the writer uses of wandb, with a note of every call."""
-
-    class Run:
-        def define_metric(self, name: str, **named: Any) -> None:
-            calls.append(("define_metric", (name, named)))
-
-        def log(self, values: dict[str, float]) -> None:
-            calls.append(("log", values))
-
-        def finish(self) -> None:
-            calls.append(("finish", None))
-
-    def init(**named: Any) -> Run:
-        calls.append(("init", named))
-        return Run()
-
-    module = types.ModuleType("wandb")
-    module.__dict__["init"] = init
-    return module
-
-
 def test_wandb_gets_one_run_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, Any]] = []
-    monkeypatch.setitem(sys.modules, "wandb", proxy_of_wandb(calls))
+    wandb = Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
-    train_twice(job_of("--wandb-project", "mine", "--wandb-exp-name", "first"), tmp_path)
-    begun = [named for name, named in calls if name == "init"]
+    train_twice(job_of_words("--preset tiny --wandb-project mine --wandb-exp-name first"), tmp_path)
+    begun, run = [call.kwargs for call in wandb.init.call_args_list], wandb.init.return_value
     assert [(named["project"], named["name"], named["resume"], named["dir"]) for named in begun] == 2 * [
         ("mine", "first", "allow", str(tmp_path))
     ]
     assert begun[0]["id"] == begun[1]["id"] == (tmp_path / "wandb_id.txt").read_text()
     assert begun[0]["config"]["train_iters"] == 30
-    logged = [values for name, values in calls if name == "log"]
+    logged = [call.args[0] for call in run.log.call_args_list]
     assert [values["iteration"] for values in logged] == [1, 2, 3, 4, 4, 3, 4, 5, 5]
     assert logged[2] == {**step_scalars(record(3, loss=3.0)), "iteration": 3}
     assert logged[4] == {"lm loss validation": 2.0, "lm loss validation ppl": math.exp(2.0), "iteration": 4}
-    assert [name for name, _ in calls].count("finish") == 2
-    assert SECRET not in str(calls)
+    assert run.finish.call_count == 2
+    assert SECRET not in str(wandb.mock_calls)
 
 
 @pytest.mark.parametrize(("flag", "package"), [("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb")])
 def test_a_missing_package_is_refused_in_words(flag: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else pytest.fail(name))
     monkeypatch.delitem(sys.modules, package, raising=False)
-    with pytest.raises(ConfigurationError) as caught:
-        require_there(parse_options([flag, "somewhere"]))
+    told = refusal(require_there, parse_options([flag, "somewhere"]), error=ConfigurationError)
     how = "-e '.[train]' in the checkout of mfsdp" if package == "tensorboard" else package
-    assert str(caught.value) == (
+    assert told == (
         f"{flag} needs the package {package}, which is not installed; run pip install {how}, or leave it out"
     )
 

@@ -10,10 +10,9 @@ from megatron_fsdp.train.loop import train
 from megatron_fsdp.train.models.build import model_flops
 from megatron_fsdp.train.models.trained import GROWTH_INTERVAL, LossScale, build_optimizer
 from megatron_fsdp.train.options import OptimizerOptions
-from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import World, resolve
 from tests.conftest import RunRanks
 from tests.support.on_ranks import assert_equal_tensors, on_ranks
+from tests.support.train_program import job_of_words
 from tests.train.models.runs import (
     DECODER,
     LLAMA,
@@ -89,8 +88,7 @@ OTHERS = f"{ROTARY} --transformer-impl transformers"
 
 
 def count(flags: str, vocab_size: int = IDS) -> float:
-    job = resolve(parse_options([*FLAGS.split(), *flags.split()]), World(1, "cpu"))
-    return model_flops(job, vocab_size)
+    return model_flops(job_of_words(f"{FLAGS} {flags}", 1), vocab_size)
 
 
 def by_hand(attention: int, feed_forward: int, mixed: int = WIDTH) -> int:

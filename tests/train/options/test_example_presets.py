@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fsdp.train.options.command_line import parse_options
-from megatron_fsdp.train.options.job import World, check_environment, resolve
+from megatron_fsdp.train.options.job import World, check_environment
 from tests.support.settling import LIMIT_S
+from tests.support.source_tree import ROOT
+from tests.support.train_program import job_of_words
 
-ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "presets"
 PRESETS = {path.stem: int(path.stem.rpartition("-")[2].removesuffix("gpu")) for path in FOLDER.glob("*.yaml")}
 
@@ -24,9 +24,7 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_resolves_without_surprises(name: str) -> None:
-    path = Path("examples/presets") / f"{name}.yaml"
-    world = World(PRESETS[name], "cuda")
-    job = resolve(parse_options(["--config", str(path)]), world)
+    job = job_of_words(f"--config examples/presets/{name}.yaml", PRESETS[name], "cuda")
     assert job.notes == ()
     assert job.batch.filled == 0
     assert (job.engine, job.ddp.data_parallel_sharding_strategy) == ("megatron_fsdp", "optim_grads_params")
@@ -35,17 +33,19 @@ def test_a_preset_resolves_without_surprises(name: str) -> None:
     assert (ddp.megatron_fsdp_main_params_dtype, ddp.megatron_fsdp_main_grads_dtype) == (torch.float32, torch.float32)
     assert job.options.model.hf_config is not None
     assert json.loads(job.options.model.hf_config.read_text(encoding="utf-8"))["model_type"] in ("llama", "deepseek_v3")
-    assert check_environment({}, job, world) == ()
+    assert check_environment({}, job, World(PRESETS[name], "cuda")) == ()
+
+
+def write_commands(folder: Path, **texts: str) -> None:
+    """Make commands of Bash, by name."""
+    for name, text in texts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
 
 
 def _started(folder: Path, name: str, nodes: int) -> subprocess.CompletedProcess[str]:
     """Run the script of Slurm with commands that only write down what they were given."""
-    for command, text in {
-        "srun": 'echo "$@" > "$HERE/srun.txt"; env > "$HERE/env.txt"',
-        "scontrol": "echo node1",
-    }.items():
-        (folder / command).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / command).chmod(0o755)
+    write_commands(folder, srun='echo "$@" > "$HERE/srun.txt"; env > "$HERE/env.txt"', scontrol="echo node1")
     env = {"PATH": f"{folder}:/usr/bin:/bin", "HERE": str(folder), "SLURM_NNODES": str(nodes), "SLURM_JOB_ID": "7"}
     env |= {"SLURM_JOB_NODELIST": "node1", "DATA": "text", "TOKENIZER": "own", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     command = ["bash", str(FOLDER / "sbatch.sh"), name]
@@ -58,10 +58,9 @@ def test_the_script_starts_a_preset_with_flags_that_are_taken(name: str, tmp_pat
     ended = _started(tmp_path, name, PRESETS[name] // 8)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in (tmp_path / "env.txt").read_text()
-    words = (tmp_path / "srun.txt").read_text().partition("pretrain_gpt.py")[2].split()
-    job = resolve(parse_options(words), World(PRESETS[name], "cuda"))
-    assert job.load_is_optional
-    assert words[:2] == ["--config", f"examples/presets/{name}.yaml"]
+    words = (tmp_path / "srun.txt").read_text().partition("pretrain_gpt.py")[2]
+    assert job_of_words(words, PRESETS[name], "cuda").load_is_optional
+    assert words.split()[:2] == ["--config", f"examples/presets/{name}.yaml"]
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

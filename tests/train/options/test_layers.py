@@ -126,6 +126,7 @@ def test_a_file_may_use_the_spellings_of_megatron(write: Write) -> None:
         ("preset: tiny\nlr: 0.1\nlr: 0.2\n", "run.yaml: not YAML: 'lr' is there twice on line 3"),
         ("preset: huge\n", "argument --preset: invalid choice: 'huge'"),
         ("training: &t\n  model: *t\n", "run.yaml: not YAML: Circular reference"),
+        ("lr: !!python/object/apply:os.mkdir ['marker']\n", "run.yaml: not YAML: could not determine a constructor"),
         ("train_iters: 1:30\n", "invalid --train-iters 1:30: give a whole number"),
         ("out: ''\n", "invalid --out '': give a path"),
         ("out: ~nobody-of-this-name/x\n", "invalid --out ~nobody-of-this-name/x: give a path"),
@@ -134,6 +135,7 @@ def test_a_file_may_use_the_spellings_of_megatron(write: Write) -> None:
 )
 def test_what_a_file_must_not_say(text: str, words: str, write: Write) -> None:
     assert words in refusal(read, write(text))
+    assert not Path("marker").exists()
 
 
 def test_a_file_in_the_folder_of_a_user_is_found_and_one_that_is_not_there_told(
