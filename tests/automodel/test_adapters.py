@@ -40,7 +40,7 @@ def lora(**changes: Any) -> Any:
     return peft.LoraConfig(**{**copy.deepcopy(LORA), **changes})
 
 
-class _Quiet(warnings.catch_warnings):
+class QuietPeft(warnings.catch_warnings):
     """Ignores what peft has to say about transformers: names of checkpointing, tied weights, fused experts."""
 
     def __enter__(self) -> None:
@@ -57,7 +57,7 @@ def save(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> str:
 
 
 def with_adapters(base: nn.Module, config: Any) -> Any:
-    with _Quiet():
+    with QuietPeft():
         torch.manual_seed(SEED)
         return peft.get_peft_model(base, config)
 
@@ -92,7 +92,7 @@ def train_adapters(cases: Sequence[tuple[str, str, Any, dict[str, Any], torch.dt
 
 def _train_case(name: str, folder: str, config: Any, fields: dict[str, Any], dtype: torch.dtype, target: str) -> None:
     expected = one_process(folder, config, dtype)
-    with _Quiet():
+    with QuietPeft():
         torch.manual_seed(SEED)
         sizes = {field: value for field, value in fields.items() if field == "ep_size"}
         config_of_strategy = strategy(name, **{field: value for field, value in fields.items() if field not in sizes})
@@ -115,7 +115,7 @@ def _train_case(name: str, folder: str, config: Any, fields: dict[str, Any], dty
 def assert_files_give_the_same(model: Any, folder: str, target: str, dtype: torch.dtype) -> None:
     """Plain peft reads the files, and computes what the model does."""
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    with _Quiet():
+    with QuietPeft():
         again = peft.PeftModel.from_pretrained(base, target).train()
     tokens = batch_of(ROWS)["input_ids"].chunk(dist.get_world_size())[dist.get_rank()]
     with torch.no_grad():
@@ -195,7 +195,7 @@ def classify(folder: str, names: Sequence[str]) -> None:
 
 def draw_all(kind: str, name: str) -> None:
     """`from_config` with adapters: the base is drawn first, as without them."""
-    with _Quiet():
+    with QuietPeft():
         torch.manual_seed(SEED)
         base = transformers.AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32)
         expected = dict(peft.get_peft_model(base, lora()).named_parameters())
@@ -227,7 +227,7 @@ def refuse(folder: str) -> None:
         (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "LoraConfig"),
         ({"r": 2}, "dict"),
     ]:
-        with _Quiet(), pytest.raises(ConfigurationError, match=words):
+        with QuietPeft(), pytest.raises(ConfigurationError, match=words):
             AutoModelForCausalLM.from_pretrained(
                 folder, distributed_config=strategy("fsdp2"), dtype=torch.float32, peft_config=config
             )

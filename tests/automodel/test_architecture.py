@@ -9,6 +9,7 @@ from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.automodel.managers import lists_of_layers
 from megatron_fsdp.errors import ConfigurationError
 from tests.support.language_models import FAMILIES, config_of
+from tests.support.on_ranks import refusal
 
 
 def on_meta(kind: str) -> nn.Module:
@@ -28,20 +29,11 @@ def test_every_family_has_its_four_layers_where_it_computes_them(kind: str) -> N
     assert [list(layers.children()) for layers in lists_of_layers(model)] == [found.modules()]
 
 
-class Wrapped(nn.Module):
-    """Layers under a name that nobody knows, and a shorter list beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
-        self.inside = nn.Module()
-        self.inside.stack = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
-
-
 def test_longest_list_is_taken_where_the_path_is_not_known() -> None:
-    model = Wrapped()
+    shorter, longest = (nn.ModuleList(nn.Linear(1, 1) for _ in range(count)) for count in (2, 3))
+    model = nn.ModuleDict({"heads": shorter, "inside": nn.ModuleDict({"stack": longest})})
     assert find_layers(model).path == "inside.stack"
-    assert list(lists_of_layers(model)) == [model.heads, model.inside.stack]
+    assert list(lists_of_layers(model)) == [shorter, longest]
 
 
 def test_lists_of_lists_are_taken_apart_and_lists_inside_of_layers_are_not() -> None:
@@ -54,7 +46,6 @@ def test_lists_of_lists_are_taken_apart_and_lists_inside_of_layers_are_not() -> 
 
 @pytest.mark.parametrize("model", [nn.Linear(1, 1), nn.Sequential(nn.ModuleList())])
 def test_model_without_layers_is_refused(model: nn.Module) -> None:
-    with pytest.raises(
-        ConfigurationError, match=rf"^{type(model).__name__} has no list of layers .*fully_shard_model$"
-    ):
-        find_layers(model)
+    told = refusal(find_layers, model, error=ConfigurationError)
+    assert told.startswith(f"{type(model).__name__} has no list of layers ")
+    assert told.endswith("fully_shard_model")

@@ -4,6 +4,8 @@ import copy
 import json
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from megatron_fsdp.automodel.context_parallel import (
     unshard_sequence,
 )
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+from tests.automodel.test_adapters import lora, with_adapters
 from tests.automodel.test_expert_parallel import Sent
 from tests.support.arrangements import mesh_of
 from tests.support.language_models import batch_of, build, label_count
@@ -180,60 +183,25 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("rope", list(LONG))
+SHORTER = {"max_position_embeddings": 12}
+MODELS: dict[str, Callable[[], Any]] = {
+    "longrope": partial(
+        build, "phi3", rope_parameters=LONG["longrope"], original_max_position_embeddings=12, **SHORTER
+    ),
+    "dynamic": partial(build, "llama", rope_parameters=LONG["dynamic"], **SHORTER),
+    "adapters": lambda: with_adapters(build("llama_gqa"), lora(init_lora_weights=False)),
+}
+"""Rotary frequencies that depend on the whole length (one rank alone has a position beyond the original), and peft."""
+
+
+@pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
-def test_rotary_frequencies_that_depend_on_the_length_see_the_whole_of_it(rope: str) -> None:
-    """One rank alone has a position beyond the original length, in either order."""
-    kind = "phi3" if rope == "longrope" else "llama"
-    changes = {"rope_parameters": LONG[rope], "max_position_embeddings": 12, "original_max_position_embeddings": 12}
-    if rope == "dynamic":
-        del changes["original_max_position_embeddings"]
-    mesh = mesh_of((2,), ("cp",))
-    model = build(kind, **changes)
-    wanted = build(kind, **changes)(input_ids=batch_of()["input_ids"]).logits
+def test_logits_are_those_of_one_process(name: str) -> None:
+    mesh, model = mesh_of((2,), ("cp",)), MODELS[name]()
+    wanted = MODELS[name]()(input_ids=batch_of()["input_ids"]).logits
     enable_context_parallel(model, mesh)
     torch.testing.assert_close(logits_of(model, mesh), wanted, rtol=1e-4, atol=1e-5)
-
-
-# ---- adapters --------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_models_with_adapters_are_switched_too() -> None:
-    peft = pytest.importorskip("peft")
-    mesh = mesh_of((2,), ("cp",))
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
-        model = peft.get_peft_model(build("llama_gqa"), lora)
-    enable_context_parallel(model, mesh)
-    wanted = build("llama_gqa")(input_ids=batch_of()["input_ids"]).logits
-    torch.testing.assert_close(logits_of(model, mesh), wanted, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ConfigurationError, match="position_ids is missing"):
-        model(input_ids=batch_of()["input_ids"])
-
-
-# ---- padding ---------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_padding_on_the_right_changes_no_gradient() -> None:
-    """The loss over real tokens, and its gradients, do not see that padding is no longer masked."""
-    mesh = mesh_of((2,), ("cp",))
-    batch = batch_of()
-    mask = torch.ones_like(batch["input_ids"])
-    mask[0, 11:], mask[2, 5:] = 0, 0
-    labels = batch["labels"].masked_fill(mask == 0, -100)
-    whole, model = build("mistral"), build("mistral")
-    count = label_count(labels)
-    whole(input_ids=batch["input_ids"], attention_mask=mask, labels=labels, num_items_in_batch=count).loss.backward()
-    enable_context_parallel(model, mesh)
-    mine = shard_batch({"input_ids": batch["input_ids"], "attention_mask": mask, "labels": labels}, mesh)
-    model(**mine, labels=mine["shift_labels"], num_items_in_batch=count).loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    for grad in gradients.values():
-        dist.all_reduce(grad)
-    assert_equal_tensors(gradients, {n: p.grad for n, p in whole.named_parameters()}, rtol=1e-4, atol=1e-5)
+    assert "position_ids is missing" in refusal(model, input_ids=batch_of()["input_ids"], error=ConfigurationError)
 
 
 # ---- packed rows, and Ulysses ----------------------------------------------------------------------------------------
@@ -251,28 +219,40 @@ def packed_rows() -> dict[str, Tensor]:
     return {"input_ids": batch["input_ids"], "labels": labels, "position_ids": positions}
 
 
-@pytest.mark.full(short=["llama_gqa-2-1-False", "mistral-1-2-True"])
+def padded_rows() -> dict[str, Tensor]:
+    """Two rows with padding on the right, which is masked on one process only."""
+    batch = batch_of()
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, 11:], mask[2, 5:] = 0, 0
+    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.full(
+    short=["packed_rows-llama_gqa-2-1-False", "packed_rows-mistral-1-2-True", "padded_rows-mistral-2-1-False"]
+)
 @pytest.mark.parametrize(
-    ("kind", "ring", "ulysses", "recomputes"),
+    ("rows", "kind", "ring", "ulysses", "recomputes"),
     [
-        ("llama_gqa", 2, 1, False),
-        ("mistral", 1, 2, True),
-        ("gemma2", 2, 2, False),
-        ("gpt2", 4, 1, True),
-        ("deepseek_v3", 1, 4, False),
+        (packed_rows, "llama_gqa", 2, 1, False),
+        (packed_rows, "mistral", 1, 2, True),
+        (packed_rows, "gemma2", 2, 2, False),
+        (packed_rows, "gpt2", 4, 1, True),
+        (packed_rows, "deepseek_v3", 1, 4, False),
+        (padded_rows, "mistral", 2, 1, False),
     ],
 )
 @on_ranks(4)
-def test_packed_rows_train_as_on_one_process(kind: str, ring: int, ulysses: int, recomputes: bool) -> None:
+def test_packed_rows_train_as_on_one_process(
+    rows: Callable[[], dict[str, Tensor]], kind: str, ring: int, ulysses: int, recomputes: bool
+) -> None:
     """Keys are gathered by `ring` ranks, heads exchanged by `ulysses`; gradients are those of the whole batch."""
     mesh = mesh_of((4 // (ring * ulysses), ring * ulysses), ("dp", "cp"))
     meeting = mesh["cp"] if ulysses == 1 else create_ring_ulysses_mesh(mesh, ring_degree=ring, ulysses_degree=ulysses)
-    batch = packed_rows()
+    batch = rows()
     whole, model = build(kind), build(kind)
     count = label_count(batch["labels"])
-    wanted = whole(
-        **batch, num_items_in_batch=count, use_cache=False
-    ).loss  # with a cache it takes rows as one document
+    # With a cache it takes rows as one document.
+    wanted = whole(**batch, num_items_in_batch=count, use_cache=False).loss
     wanted.backward()
     enable_context_parallel(model, meeting)
     if recomputes:

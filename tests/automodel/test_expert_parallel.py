@@ -191,32 +191,15 @@ def test_experts_compute_in_the_policys_dtype_and_routing_weights_keep_theirs() 
     } == wanted
 
 
-class Experts(nn.Module):
-    """Fused experts that may be divided."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts: Any = 4
-        self.weight = nn.Parameter(torch.zeros(4, 3, 3))
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # noqa: ARG002
-        return hidden_states
+def changed(change: Callable[[Any], object]) -> nn.Module:
+    experts = build("mixtral", num_hidden_layers=1).get_submodule(NAME)
+    change(experts)
+    return nn.ModuleDict({"experts": experts})
 
 
-class OtherCall(Experts):
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states
-
-
-class OtherOrder(Experts):
-    def forward(self, hidden_states: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Tensor:  # noqa: ARG002
-        return hidden_states
-
-
-def changed(change: Callable[[Experts], object], kind: type[Experts] = Experts) -> nn.Module:
-    model = nn.ModuleDict({"experts": kind()})
-    change(model["experts"])  # type: ignore[arg-type]
-    return model
+def flatten(experts: nn.Module) -> None:
+    for name, param in dict(experts.named_parameters()).items():
+        experts.register_parameter(name, nn.Parameter(param.flatten(1)))
 
 
 def cases() -> dict[str, nn.Module]:
@@ -231,11 +214,13 @@ def cases() -> dict[str, nn.Module]:
         "has bias of shape (3,), which is not a row for each of its 4 experts": changed(
             lambda part: part.register_parameter("bias", nn.Parameter(torch.zeros(3)))
         ),
-        "has no weight of three dimensions": changed(
-            lambda part: part.register_parameter("weight", nn.Parameter(torch.zeros(4, 9)))
+        "has no weight of three dimensions": changed(flatten),
+        "is called as forward(hidden_states": changed(
+            lambda part: setattr(part, "forward", lambda hidden_states: hidden_states)
         ),
-        "is called as forward(hidden_states": changed(lambda _: None, OtherCall),
-        "top_k_weights: torch.Tensor, top_k_index": changed(lambda _: None, OtherOrder),
+        "top_k_weights, top_k_index": changed(
+            lambda part: setattr(part, "forward", lambda hidden_states, top_k_weights, top_k_index: hidden_states)  # noqa: ARG005
+        ),
         "has no weights": nn.ModuleDict({"experts": nn.Identity()}),
     }
 
@@ -279,7 +264,6 @@ def test_the_engine_refuses_what_it_cannot_do_with_experts_on_all_ranks() -> Non
     with_buffer.get_submodule(NAME).register_buffer("scale", torch.ones(4))
     config = strategy("megatron_fsdp")
     for wanted, model, options in (
-        ("LlamaForCausalLM has no module called experts", build("llama"), {}),
         (f"{NAME} (MixtralExperts) has a buffer (scale); expert parallelism needs", with_buffer, {}),
         (f"{NAME} has 3 experts (config.num_local", build("mixtral", num_hidden_layers=1, num_local_experts=3), {}),
         (

@@ -1,10 +1,8 @@
 """What the managers refuse or warn of, and that DDP by its manager trains as one process does."""
 
 import re
-import warnings
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -51,20 +49,6 @@ def test_config_or_mesh_of_another_strategy_is_refused_alike_on_all_ranks() -> N
         assert manager(own, right[kind]).config is own
 
 
-class NoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-
-class OddLayers(nn.Module):
-    """Layers without a module of a known name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
-
-
 @on_ranks(1)
 def test_model_without_layers_is_refused() -> None:
     megatron_mesh = mesh_for(MEGATRON)
@@ -74,10 +58,11 @@ def test_model_without_layers_is_refused() -> None:
         MegatronFSDPManager(MEGATRON, megatron_mesh),
         DDPManager(recomputing),
     ):
-        told = refusal(manager.parallelize, NoLayers())
-        assert told.startswith("NoLayers has no list of layers (an nn.ModuleList such as model.layers)")
+        told = refusal(manager.parallelize, nn.Linear(2, 2))
+        assert told.startswith("Linear has no list of layers (an nn.ModuleList such as model.layers)")
     config = MegatronFSDPConfig(backend="gloo", activation_checkpointing=True)
-    told = refusal(MegatronFSDPManager(config, megatron_mesh).parallelize, OddLayers())
+    odd = nn.ModuleDict({"layers": nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))})
+    told = refusal(MegatronFSDPManager(config, megatron_mesh).parallelize, odd)
     assert told.startswith("activation_checkpointing=True, but layers.0 (Sequential) has no module called mlp")
 
 
@@ -119,14 +104,6 @@ def test_options_of_tensor_parallelism_without_it_warn_at_the_caller() -> None:
         with first_rank_warns(message) as caught:
             manager.parallelize(build("llama"))
         assert {each.filename for each in caught} <= {__file__}
-
-
-def test_prefetching_with_both_depths_zero_warns() -> None:
-    with pytest.warns(UserWarning, match=r"enable_fsdp2_prefetch has no effect with both prefetch depths 0"):
-        FSDP2Config(enable_fsdp2_prefetch=True, fsdp2_backward_prefetch_depth=0, fsdp2_forward_prefetch_depth=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        FSDP2Config(enable_fsdp2_prefetch=True, fsdp2_backward_prefetch_depth=0)
 
 
 @on_ranks(2)

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -16,7 +15,6 @@ from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError
 from tests.automodel.training import (
     assert_trained_alike,
-    gradients_of,
     managed,
     optimizer_of,
     parameters_of,
@@ -24,7 +22,7 @@ from tests.automodel.training import (
     strategy,
     train,
 )
-from tests.support.language_models import batch_of, build, config_of, label_count, token_loss_sum
+from tests.support.language_models import batch_of, build, config_of
 from tests.support.on_ranks import assert_equal_tensors, engine_of, first_rank_warns, on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -48,16 +46,6 @@ def units_of(model: MegatronFSDP) -> set[str]:
     return {type(parts[unit.name]).__name__ for unit in engine_of(model).units if unit.name}
 
 
-def backward(model: Any, *, sums: bool = False) -> None:
-    """The first batch's gradients: of the mean over all ranks, or for a plain sum over them."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    batch = batch_of(4)
-    labels = batch["labels"].chunk(ranks)[rank]
-    logits = model(input_ids=batch["input_ids"].chunk(ranks)[rank], use_cache=False).logits
-    factor = 1 if sums else ranks
-    (token_loss_sum(logits, labels) * factor / label_count(batch["labels"])).backward()
-
-
 SWITCHES: list[tuple[dict[str, Any], str, Any]] = [
     *(({"zero_dp_strategy": number}, "strategy", ShardingStrategy(number)) for number in (0, 2, 3)),
     ({"overlap_grad_reduce": False, "zero_dp_strategy": 1}, "overlap_grad_reduce", False),
@@ -77,8 +65,7 @@ def test_switches_reach_the_engine_and_leave_gradients_right() -> None:
         model = parallel(**fields)
         assert getattr(engine_of(model).options, name) is value
         assert getattr(plain, name) is not value
-        backward(model, sums=name == "calculate_per_token_loss")
-        assert_equal_tensors(gradients_of(model), expected.gradients[0], 1e-4, 1e-5)
+        assert_trained_alike(train(model, steps=1), expected)
     double, single = parallel(fsdp_double_buffer=True), parallel()
     assert engine_of(double).options.memory.allocator is WeightAllocator.DOUBLE_BUFFER
     assert engine_of(single).options.memory.allocator is WeightAllocator.SLOTS
@@ -113,7 +100,7 @@ def test_float32_flags_change_main_weights_and_reduction_of_a_bfloat16_model() -
         {"preserve_fp32_weights": True, "grad_reduce_in_fp32": True},
     ):
         model = parallel(build("llama").to(BF16), **fields)
-        backward(model)
+        train(model, steps=1)
         param = next(model.parameters())
         assert param.grad is not None
         precision = next(iter(model.parameter_groups())).plan.precision
@@ -166,10 +153,9 @@ def test_activation_checkpointing_recomputes_mlps_or_whole_layers() -> None:
         part = layer.mlp.gate_proj if kind == "llama" else layer.mlp.gate
         part.register_forward_pre_hook(lambda *_: calls.append("mlp"))  # noqa: B023
         layer.self_attn.register_forward_pre_hook(lambda *_: calls.append("attention"))  # noqa: B023
-        backward(model)
+        assert_trained_alike(train(model, steps=1), reference(kind, steps=1))
         again = {False: [], True: ["mlp"]}.get(flag, ["attention", "around", "mlp"])
         assert calls == ["attention", "around", "mlp", *again]
-        assert_equal_tensors(gradients_of(model), reference(kind, steps=1).gradients[0], 1e-4, 1e-6)
 
 
 @pytest.mark.full

@@ -1,7 +1,6 @@
 """What users do by mistake: each is right, or one sentence on every rank."""
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from megatron_fsdp.automodel import (
     connect_optimizer,
 )
 from megatron_fsdp.errors import ConfigurationError
+from tests.automodel.test_adapters import QuietPeft, lora
 from tests.automodel.test_auto_model_files import image_batch, small_llava
 from tests.automodel.training import STRATEGIES, load, plain_name, saved, strategy, whole
 from tests.support.language_models import batch_of, build, config_of
@@ -89,12 +89,8 @@ def test_a_deep_copy_saves_its_own_weights(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_adapters_are_saved_after_a_forward_that_has_no_backward(tmp_path: Path) -> None:
-    import peft
-
-    adapters = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
-    folder = saved("llama", tmp_path / "llama")
-    with warnings.catch_warnings():  # peft 0.21 asks what transformers 5.23 calls otherwise
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+    adapters, folder = lora(modules_to_save=["lm_head"], task_type="CAUSAL_LM"), saved("llama", tmp_path / "llama")
+    with QuietPeft():
         model = load(folder, dtype=torch.float32, peft_config=adapters)
     model(input_ids=batch_of()["input_ids"], use_cache=False)
     model.save_pretrained(tmp_path / "out")

@@ -9,7 +9,17 @@ import pytest
 import transformers
 
 from megatron_fsdp.automodel import AutoModelForCausalLM, PipelineConfig
-from tests.automodel.training import assert_trained_alike, managed, parameters_of, reference, strategy, train
+from tests.automodel.training import (
+    STRATEGIES,
+    assert_trained_alike,
+    load,
+    managed,
+    parameters_of,
+    reference,
+    strategy,
+    train,
+)
+from tests.conftest import RunRanks
 from tests.support.language_models import build
 from tests.support.on_ranks import assert_equal_tensors, on_ranks, once
 
@@ -192,6 +202,7 @@ TABLE: dict[str, tuple[int, list[Case]]] = {
     "sequences": (2, ALL_SEQUENCES),
     "sequences-4": (4, [sequences("gpt_oss", 4, changes=TWO_LAYERS, fields={"ulysses_degree": 2})]),
     "sequences-sharded": (4, [sequences("llama_gqa"), sequences("llama_gqa", name=ENGINE)]),
+    "sequences-copies": (4, [Case("llama_gqa", {"dp_replicate_size": 2, "cp_size": 2})]),
     "sequences-recomputed": (
         2,
         [
@@ -218,6 +229,7 @@ TABLE: dict[str, tuple[int, list[Case]]] = {
             stages("granite", changes={"embedding_multiplier": 3.0}),
             stages("gpt2", changes=UNTIED),
             stages("deepseek_v3"),
+            stages("gemma3", fields={"activation_checkpointing": True}),
         ],
     ),
     "stages-4": (4, [stages("llama", size=4), stages("gemma2", size=4), stages("mixtral", "gpipe", 2, 4)]),
@@ -248,6 +260,20 @@ def test_ranks_train_as_one_process(cases: list[Case]) -> None:
     check(cases)
 
 
+def losses_on_gpu(folder: Path, name: str) -> tuple[list[float], set[str]]:
+    model = load(folder, name, dtype="float32", backend="nccl")
+    return train(model, steps=3).losses, {param.device.type for param in model.parameters()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_trains_on_a_gpu_as_one_process_on_the_cpu(run_ranks: RunRanks, tmp_path: Path, name: str) -> None:
+    build("llama").save_pretrained(tmp_path)
+    ((losses, devices),) = run_ranks(1, losses_on_gpu, tmp_path, name, device_type="cuda")
+    assert devices == {"cuda"}
+    assert losses == pytest.approx(reference("llama").losses, rel=1e-3)
+
+
 FILES: dict[str, tuple[int, Case]] = {
     "tensors-engine": (2, Case("olmo2", {"tp_size": 2}, ENGINE)),
     "tensors-sharded": (4, Case("qwen3_moe", {"tp_size": 2}, ENGINE)),
@@ -260,15 +286,18 @@ FILES: dict[str, tuple[int, Case]] = {
     "experts-engine": (4, Case("gpt_oss", {"ep_size": 2}, ENGINE, {"activation_checkpointing": "full"})),
     "experts-engine-beside": (4, Case("deepseek_v3", {"ep_size": 2, "tp_size": 2}, ENGINE)),
     "copies": (4, Case("llama", {"dp_replicate_size": 2})),
+    **{f"{name}-{kind}": (2, Case(kind, {}, name)) for name in STRATEGIES for kind in ("phi3", "gemma3", "qwen2_moe")},
+    **{f"engine-{kind}": (2, Case(kind, {}, ENGINE)) for kind in ("llama_tied", "gpt2", "gpt_oss", "deepseek_v3")},
+    **{f"{name}-{ranks}": (ranks, Case("llama_tied", {}, name)) for name in STRATEGIES for ranks in (1, 4)},
 }
 
 
-@pytest.mark.full(short=["experts-slices"])
+@pytest.mark.full(short=["experts-slices", *(f"{name}-phi3" for name in STRATEGIES)])
 @pytest.mark.parametrize(("num_ranks", "case"), FILES.values(), ids=FILES)
 @on_ranks()
 def test_files_are_read_into_any_mesh_and_written_whole(tmp_path: Path, case: Case) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
-    once(lambda: build(case.kind, **case.changes).save_pretrained(source))
+    once(lambda: build(case.kind, **case.changes).save_pretrained(source, max_shard_size="20KB"))
     options = {"pipeline_config": case.pipeline, "dtype": "float32", **case.sizes}
     config = strategy(case.name, **case.fields)
     model = AutoModelForCausalLM.from_pretrained(str(source), distributed_config=config, **options)
@@ -276,3 +305,4 @@ def test_files_are_read_into_any_mesh_and_written_whole(tmp_path: Path, case: Ca
     model.save_pretrained(target, max_shard_size="20KB")
     again = transformers.AutoModelForCausalLM.from_pretrained(target, dtype="float32")
     assert_equal_tensors(dict(again.named_parameters()), parameters_of(model))
+    assert again.config.architectures == transformers.AutoConfig.from_pretrained(source).architectures

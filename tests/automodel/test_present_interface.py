@@ -1,6 +1,7 @@
 """NeMo AutoModel's present interface: its classes, the dictionary of its YAML section, and its parallelizer."""
 
 import dataclasses
+import re
 from collections import UserList
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,7 @@ def test_options_of_towers_are_checked_with_their_paths() -> None:
         (TypeError, "FSDP2Config.multimodal is a dict", lambda: FSDP2Config(multimodal={})),
     ]
     for kind, words, make in cases:
-        with pytest.raises(kind, match=words):
-            make()
+        assert re.search(words, refusal(make, error=kind))
 
 
 def test_options_of_experts_and_stages_are_taken_or_refused() -> None:
@@ -118,12 +118,10 @@ def test_options_of_experts_and_stages_are_taken_or_refused() -> None:
         (PipelineConfig, {"patch_stage_backward_maybe_with_nosync": True}),
     ]
     for kind, fields in refused:
-        with pytest.raises(NotSupportedYetError, match=next(iter(fields))):
-            kind(**fields)
+        assert re.search(next(iter(fields)), refusal(kind, error=NotSupportedYetError, **fields))
     with pytest.raises(ConfigurationError, match="ignore_router_for_ac='no'; give True or False"):
         MoEParallelizerConfig(ignore_router_for_ac="no")
-    with pytest.raises(ConfigurationError, match="pp_seq_len is 0"):
-        PipelineConfig(pp_seq_len=0)
+    assert "pp_seq_len is 0" in refusal(PipelineConfig, error=ConfigurationError, pp_seq_len=0)
 
 
 # ---- contexts --------------------------------------------------------------------------------------------------------
@@ -147,8 +145,7 @@ def test_a_context_without_meshes() -> None:
     assert MeshAxisName.DP_SHARD_CP == "dp_shard_cp" == str(MeshAxisName.DP_SHARD_CP)
     assert {MeshAxisName.TP: 1}["tp"] == 1
     for name in ("fsdp2", "ddp"):
-        with pytest.raises(ValueError, match="Unknown distributed strategy config type"):
-            MeshContext.build(name)  # type: ignore[arg-type]
+        assert "Unknown distributed strategy config type" in refusal(MeshContext.build, name, error=ValueError)
 
 
 @on_ranks(4)
@@ -171,8 +168,7 @@ def test_a_context_of_meshes_has_their_sizes_and_axes() -> None:
     for group in (mesh.get_group("dp_shard"), mesh._flatten_mapping["dp_cp"].get_group(), experts.get_group("ep")):
         assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 7 * 60
     other = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
-    with pytest.raises(ValueError, match=r"unknown axis names \['data'\]"):
-        MeshContext(other)
+    assert "unknown axis names ['data']" in refusal(MeshContext, other, error=ValueError)
     config = strategy("megatron_fsdp")
     for words, options in (("there are 4 ranks", {"world_size": 3}), ("ranks=.0, 1. of 4", {"ranks": [0, 1]})):
         with pytest.raises((ConfigurationError, NotSupportedYetError), match=words):
@@ -203,7 +199,8 @@ def test_a_setup_has_parts_of_its_own() -> None:
     staged = DistributedSetup.build(sizes=ParallelismSizes(pp_size=2, ep_size=2), **options)
     assert (staged["pipeline_config"].pp_seq_len, staged["moe_parallel_config"].reshard_after_forward) == (5, True)
     refused: list[tuple[str, Section]] = [
-        ("Unknown strategy", {"strategy": "zero"}),
+        ("Unknown strategy 'zero'", {"strategy": "zero"}),
+        ("sizes and tp_size are both given", {"sizes": ParallelismSizes(tp_size=2), "tp_size": 2}),
         ("Unknown distributed strategy type int", {"strategy": 3}),
         ("pipeline_config requires pp_size > 1", {"pipeline_config": {}}),
         ("moe_parallel_config requires ep_size > 1", {"moe_parallel_config": MoEParallelizerConfig()}),
@@ -211,8 +208,8 @@ def test_a_setup_has_parts_of_its_own() -> None:
         ("world_size=3, but there are 1 ranks", {"world_size": 3}),
     ]
     for words, fields in refused:
-        with pytest.raises(ValueError, match=words):
-            DistributedSetup.build(**fields)
+        assert re.search(words, refusal(DistributedSetup.build, error=ValueError, **fields))
+    refusal(DistributedSetup.build, error=TypeError, tp=2)
 
 
 # ---- the section of YAML ---------------------------------------------------------------------------------------------
@@ -310,8 +307,7 @@ def test_a_model_is_made_parallel_by_its_context(name: str) -> None:
     assert compile_parallelized_model(model, context) is model
     truth = reference("llama", steps=1)
     assert_trained_alike(train(model, steps=1), truth)
-    with pytest.raises(TypeError, match="strategy_config is a NoneType"):
-        parallelize_model(build("llama"), MeshContext())
+    assert "strategy_config is a NoneType" in refusal(parallelize_model, build("llama"), MeshContext(), error=TypeError)
     if name != "ddp":
         with pytest.raises(ValueError, match="needs a device_mesh, and the context has none"):
             parallelize_model(build("llama"), MeshContext(strategy_config=config))
@@ -353,8 +349,7 @@ def test_managers_show_their_configuration_and_optimizers_are_connected() -> Non
     for param in model.parameters():
         del param._megatron_fsdp_model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(AssertionError, match="allow=False"):
-        maybe_shard_optimizer(model, optimizer, config, allow=False)
+    assert "allow=False" in refusal(maybe_shard_optimizer, model, optimizer, config, error=AssertionError, allow=False)
     assert maybe_shard_optimizer(model, optimizer, strategy("fsdp2"), allow=False) is optimizer
     assert maybe_shard_optimizer(model, optimizer, config) is optimizer
     assert model.parameter_digests() == (before := model.parameter_digests())

@@ -36,7 +36,7 @@ from megatron_fsdp.automodel.pipeline_parallel import build_pipeline
 from megatron_fsdp.comm.agreement import gather_objects
 from tests.support.case import Tolerance, assert_values
 from tests.support.language_models import batch_of, build, label_count
-from tests.support.on_ranks import once
+from tests.support.on_ranks import engine_of, once
 
 
 def strategy(name: str, **fields: Any) -> DistributedConfig:
@@ -56,9 +56,15 @@ def saved(kind: str, folder: Path) -> Path:
     return folder
 
 
-def load(folder: Path | str, name: str = "fsdp2", auto_class: Any = AutoModelForCausalLM, **options: Any) -> Any:
+def load(
+    folder: Path | str,
+    name: str = "fsdp2",
+    auto_class: Any = AutoModelForCausalLM,
+    backend: str = "gloo",
+    **options: Any,
+) -> Any:
     """The model of a folder, sharded by a strategy."""
-    return auto_class.from_pretrained(str(folder), distributed_config=strategy(name), **options)
+    return auto_class.from_pretrained(str(folder), distributed_config=strategy(name, backend=backend), **options)
 
 
 def managed(config: Any, model: nn.Module, pipeline: PipelineConfig | None = None, **sizes: int) -> Any:
@@ -184,13 +190,16 @@ def train(
         ranks, rank = context.sizes.dp, context.data_rank
     shares = [rows // ranks] * ranks if isinstance(rows, int) else list(rows)
     own_rows = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
-    averaged = ranks * (context.sizes.cp if context is not None else 1)
+    parts = ranks * (context.sizes.cp if context is not None else 1)
+    sums = isinstance(model, MegatronFSDP) and engine_of(model).options.calculate_per_token_loss
+    averaged = 1 if sums else parts
     optimizer = optimizer_of(model) if optimizer is None else optimizer
+    device = next(model.parameters()).device
     run = Trained(logit_rows=(own_rows.start, own_rows.stop))
     for step in range(steps):
         batch = batch_of(sum(shares), seed=1 + step)
         count = label_count(batch["labels"])
-        own = {name: value[own_rows] for name, value in batch.items()}
+        own = {name: value[own_rows].to(device) for name, value in batch.items()}
         optimizer.zero_grad()
         with warnings.catch_warnings():
             if context is None or context.sizes.tp == 1:
@@ -204,7 +213,7 @@ def train(
                 logits, loss_sum = _forward(model, own, loss_inside)
                 loss = loss_sum * averaged / count
                 loss.backward()
-        total = loss.detach().clone()
+        total = loss.detach() * (parts / averaged)
         if world > 1:
             dist.all_reduce(total)
         run.losses.append(total.item() / world)

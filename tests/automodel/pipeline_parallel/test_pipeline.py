@@ -140,19 +140,6 @@ def frozen_stage(mesh: DeviceMesh) -> None:
         assert_gradients(pipeline, model)
 
 
-def recomputation(mesh: DeviceMesh) -> None:
-    """Layers of a stage can be recomputed as those of a whole model."""
-
-    def recompute(part: nn.Module) -> nn.Module:
-        part.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        return part
-
-    pipeline, model, batch = pipeline_of("gemma3", mesh, recompute), build("gemma3"), batch_of()
-    loss = truth_of(model, batch)
-    assert abs(pipeline.step(**batch).item() - loss) < 1e-5
-    assert_gradients(pipeline, model)
-
-
 def from_meta(mesh: DeviceMesh) -> None:
     """A model without memory is cut first; a stage then gets memory for what it has."""
     with torch.device("meta"):
@@ -178,7 +165,7 @@ def from_meta(mesh: DeviceMesh) -> None:
 @pytest.mark.full(short=["losses", "several_batches", "from_meta"])
 @pytest.mark.parametrize(
     "scenario",
-    [losses, several_batches, frozen_stage, recomputation, from_meta],
+    [losses, several_batches, frozen_stage, from_meta],
     ids=lambda scenario: scenario.__name__,
 )
 @on_ranks(2)

@@ -1,10 +1,9 @@
 """Divided tensors: placements, plans that users give, adapters of peft, styles no small family uses, refusals."""
 
-import warnings
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -18,10 +17,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from megatron_fsdp.automodel.tensor_parallel import enable_async_tensor_parallel, parallelize_tensors
 from megatron_fsdp.automodel.tensor_parallel.plans import STYLE_NAMES
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
+from tests.automodel.test_adapters import lora, with_adapters
 from tests.automodel.training import assert_trained_alike, reference, train
 from tests.support.arrangements import mesh_of
 from tests.support.language_models import VOCABULARY, batch_of, build
-from tests.support.on_ranks import fixed_seed, on_ranks, same_on_ranks
+from tests.support.on_ranks import fixed_seed, on_ranks, refusal
 
 SIZES = {"num_hidden_layers": 2}
 ATTENTION = "model.layers.*.self_attn"
@@ -59,6 +59,7 @@ PLANS: dict[str, tuple[str, Any, bool]] = {
     "latent attention": ("deepseek_v3", LATENT, False),
     "packed output": ("phi3", PACKED, True),
     "tied by columns": ("llama_tied", EMBEDDING_BY_COLUMNS, True),
+    "sinks by head, and biases of experts": ("gpt_oss", None, False),
 }
 
 
@@ -102,13 +103,9 @@ def test_experts_without_tokens_get_a_gradient_of_zero() -> None:
         torch.testing.assert_close(gradients[1][name].full_tensor(), right, rtol=1e-4, atol=1e-6, msg=name.__add__)
 
 
-def with_lora(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
+def adapted(model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
     """The model with random adapters of peft."""
-    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets, init_lora_weights=False, **options)
-    with fixed_seed(3), warnings.catch_warnings():
-        # peft 0.21 asks transformers 5.23 by an old name.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        return peft.get_peft_model(model, config)
+    return with_adapters(model, lora(target_modules=targets, init_lora_weights=False, **options))
 
 
 @pytest.mark.full
@@ -122,9 +119,9 @@ def test_adapters_of_peft_equal_one_process() -> None:
     }
     mesh = mesh_of((2,), ("tp",))
     for kind, targets in cases.items():
-        expected = train(with_lora(build(kind, **SIZES), targets), alone=True)
+        expected = train(adapted(build(kind, **SIZES), targets), alone=True)
         for splits_tokens in (False, True):
-            model = with_lora(build(kind, **SIZES), targets)
+            model = adapted(build(kind, **SIZES), targets)
             parallelize_tensors(model, mesh, sequence_parallel=splits_tokens)
             assert_trained_alike(train(model, alone=True), expected)
 
@@ -158,41 +155,21 @@ def test_parameters_that_see_divided_tokens_equal_one_process(told_by: str) -> N
         assert_trained_alike(train(model, alone=True), expected)
 
 
-SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-def gpt_oss() -> nn.Module:
-    """Attention sinks by head (local_params), and experts with biases."""
-    experts = {"intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
-    attention = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6}
-    return _random(transformers.GptOssConfig(**SMALL, **experts, **attention, pad_token_id=1))
-
-
-def opt() -> nn.Module:
+def opt(_: nn.Module) -> nn.Module:
     """Attention that counts its heads by an attribute."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     own = {"ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "dropout": 0.0}
-    return _random(transformers.OPTConfig(**SMALL, **own))
-
-
-def _random(config: Any) -> nn.Module:
     with fixed_seed(0):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        with torch.no_grad():
-            for param in model.parameters():
-                param.copy_(torch.randn(param.shape) * 0.2)
+        model: nn.Module = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, **own, init_std=0.2))
     return model.train()
 
 
 @pytest.mark.full
 @on_ranks(2)
-def test_sinks_expert_biases_and_counted_heads_equal_one_process() -> None:
-    cases: list[tuple[Callable[[], nn.Module], Any]] = [(gpt_oss, None), (opt, OPT)]
-    mesh = mesh_of((2,), ("tp",))
-    for build_it, plan in cases:
-        expected = train(build_it(), alone=True)
-        model = build_it()
-        parallelize_tensors(model, mesh, plan=plan)
-        assert_trained_alike(train(model, alone=True), expected)
+def test_counted_heads_equal_one_process() -> None:
+    model = opt(nn.Module())
+    parallelize_tensors(model, mesh_of((2,), ("tp",)), plan=OPT)
+    assert_trained_alike(train(model, alone=True), reference("llama", steps=2, edit=opt))
 
 
 class OwnParts(nn.Module):
@@ -208,19 +185,6 @@ class OwnParts(nn.Module):
         return torch.relu(tokens @ self.up.T) @ self.down.T * scale
 
 
-class Holder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = OwnParts()
-        self.packed = nn.Linear(8, 6, bias=False)
-        with fixed_seed(6), torch.no_grad():
-            self.packed.weight.normal_()
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        scale = tokens.sum(-1, keepdim=True)
-        return self.part(tokens, scale=scale)
-
-
 @on_ranks(2)
 def test_parameters_that_a_plan_names_equal_one_process() -> None:
     """A module whose own parameters are cut and whose output is summed; the same stored in parts and used whole."""
@@ -230,13 +194,12 @@ def test_parameters_that_a_plan_names_equal_one_process() -> None:
     ):
         gradients = []
         for divided in (False, True):
-            model = Holder()
+            model: Any = nn.ModuleDict({"part": OwnParts()})
             if divided:
                 parallelize_tensors(model, mesh_of((2,), ("tp",)), plan=plan)
             tokens = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
-            model(tokens).square().sum().backward()
-            assert tokens.grad is not None
-            up, down = model.part.up.grad, model.part.down.grad
+            model["part"](tokens, scale=tokens.sum(-1, keepdim=True)).square().sum().backward()
+            up, down = model["part"].up.grad, model["part"].down.grad
             gradients.append([tokens.grad, *(g.full_tensor() if divided else g for g in (up, down))])
         torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
 
@@ -245,13 +208,14 @@ def test_parameters_that_a_plan_names_equal_one_process() -> None:
 def test_a_packed_input_is_put_together() -> None:
     """A linear layer that takes two packed halves of which each rank has a part."""
     mesh = mesh_of((2,), ("tp",))
-    model = Holder()
-    right = model.packed(torch.arange(8.0))
+    with fixed_seed(6):
+        model: Any = nn.ModuleDict({"packed": nn.Linear(8, 6, bias=False)})
+    right = model["packed"](torch.arange(8.0))
     parallelize_tensors(model, mesh, plan={"packed": "packed_rowwise"})
     rank = mesh.get_local_rank()
     own = torch.arange(8.0).unflatten(-1, (2, 4))[:, 2 * rank : 2 * rank + 2].flatten()
-    assert model.packed.weight.placements == (Shard(1),)
-    assert torch.allclose(model.packed(own), right)
+    assert model["packed"].weight.placements == (Shard(1),)
+    assert torch.allclose(model["packed"](own), right)
 
 
 EXPERT_PARALLEL = {"grouped_gemm", "ep_dispatch_experts"}
@@ -267,11 +231,11 @@ Q = "model.layers.*.self_attn.q_proj"
 
 
 def dora() -> nn.Module:
-    return with_lora(build("llama", num_hidden_layers=1), ["q_proj"], use_dora=True)
+    return adapted(build("llama", num_hidden_layers=1), ["q_proj"], use_dora=True)
 
 
 def lora_on_a_parameter() -> nn.Module:
-    return with_lora(build("llama", num_hidden_layers=1), [], target_parameters=["q_proj.weight"])
+    return adapted(build("llama", num_hidden_layers=1), [], target_parameters=["q_proj.weight"])
 
 
 def without_plan() -> nn.Module:
@@ -335,10 +299,8 @@ def test_bad_plans_and_sizes_are_refused_alike_on_every_rank() -> None:
         options = dict(arguments)
         changes = options.pop("changes", {})
         model = small(kind, changes)
-        with pytest.raises(ConfigurationError, match=pattern) as raised:
-            parallelize_tensors(model, mesh, **options)
-        assert type(raised.value) is (ParallelSizeError if changes else ConfigurationError), case
-        same_on_ranks(str(raised.value))
+        kind_of_error = ParallelSizeError if changes else ConfigurationError
+        assert re.search(pattern, refusal(parallelize_tensors, model, mesh, error=kind_of_error, **options)), case
         assert not any(isinstance(param, DTensor) for param in model.parameters()), case
 
 
@@ -346,10 +308,8 @@ def test_bad_plans_and_sizes_are_refused_alike_on_every_rank() -> None:
 def test_rows_that_the_ranks_do_not_divide_are_refused_in_forward() -> None:
     model = build("llama", num_hidden_layers=1)
     parallelize_tensors(model, mesh_of((2,), ("tp",)), sequence_parallel=True)
-    with pytest.raises(
-        ParallelSizeError, match=r"^the batch has 15 tokens in a row, which 2 tensor-parallel ranks can"
-    ):
-        model(input_ids=torch.arange(15)[None])
+    told = refusal(model, input_ids=torch.arange(15)[None], error=ParallelSizeError)
+    assert told.startswith("the batch has 15 tokens in a row, which 2 tensor-parallel ranks can")
 
 
 @on_ranks(2)
