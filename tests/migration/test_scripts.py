@@ -1,8 +1,15 @@
 """Every script before and after a move trains alike: on 2 ranks, going on on 1, and from the other's checkpoint."""
 
+import contextlib
+import io
 import py_compile
+import runpy
 import shutil
+import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +18,8 @@ from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
 from megatron_fsdp.checkpoint import load_checkpoint
 from tests.conftest import RunRanks
-from tests.migration.scripts import FOLDER, HELD_OUT, LOSS, run_script, script, told
 from tests.support.real_torchrun import real_torchrun
+from tests.support.source_tree import ROOT
 
 FIRST, LAST = 3, 5
 BEFORE = ("ddp_before", "fsdp2_before", "megatron_fsdp_before")
@@ -131,3 +138,46 @@ def test_every_script_is_short_and_has_its_pair() -> None:
     assert names == {"workload", "deepspeed_before", *BEFORE, *AFTER}
     lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in FOLDER.glob("*.py")}
     assert {name: lines for name, lines in lengths.items() if lines > 80} == {}
+
+
+# ---- scripts as ranks run them ---------------------------------------------------------------------------------------
+
+FOLDER = ROOT / "examples" / "coming_from"
+LOSS, NORM = "step {}: loss", "step {}: gradient norm"
+HELD_OUT = "held-out loss"
+
+
+def told(first: int, last: int) -> list[str]:
+    """What a script tells of the steps from one to another, both included, and at the end."""
+    return [*(what.format(step) for step in range(first, last + 1) for what in (LOSS, NORM)), HELD_OUT]
+
+
+def script(name: str) -> Path:
+    """Where a script is."""
+    return FOLDER / f"{name}.py"
+
+
+def run_script(path: Path, folder: Path, steps: int) -> dict[str, float]:
+    """The numbers that this rank printed, by the words before them; the others than the first print nothing."""
+    arguments = (
+        ["--folder", str(folder), "--steps", str(steps)] if "deepspeed" in path.name else [str(folder), str(steps)]
+    )
+    printed = io.StringIO()
+    with _as_a_program(path, arguments), contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        if path.name.endswith("_before.py"):
+            warnings.simplefilter("ignore")
+        runpy.run_path(str(path), run_name="__main__")
+    rows = (line.rpartition(" ") for line in printed.getvalue().splitlines())
+    return {what: float(number) for what, _, number in rows}
+
+
+@contextlib.contextmanager
+def _as_a_program(path: Path, arguments: list[str]) -> Iterator[None]:
+    """The ranks of the pool are joined already and are needed afterwards."""
+    with (
+        mock.patch.object(sys, "argv", [str(path), *arguments]),
+        mock.patch.object(sys, "path", [str(FOLDER), *sys.path]),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        yield
