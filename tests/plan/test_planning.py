@@ -2,21 +2,32 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.config.ddp_config import ShardingStrategy
+from megatron_fsdp.config.engine_options import Offload
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.optimizer import count_kinds, kinds_of
 from megatron_fsdp.plan.machine import GIB, MACHINES, Machine, find_machine
 from megatron_fsdp.plan.models import PRESETS
-from megatron_fsdp.plan.planning import plan, plan_workload, recommend
+from megatron_fsdp.plan.planning import make_workload, plan, plan_workload, recommend
 from megatron_fsdp.plan.replay import INNER, OUTER, Links
-from megatron_fsdp.plan.setup import ParallelRanks, Setup
-from megatron_fsdp.plan.sharded import muon_matrices, muon_work
-from tests.support.zoo import TOWER_FEATURES, Floor, Tower
+from megatron_fsdp.plan.setup import ParallelRanks, Setup, make_setup
+from megatron_fsdp.plan.sharded import (
+    held_bytes,
+    muon_matrices,
+    muon_work,
+    offloaded_bytes,
+    optimizer_bytes,
+    plan_model,
+)
+from tests.support.on_ranks import on_ranks
+from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
 from tools.published_runs import PUBLISHED
 
 BF16 = torch.bfloat16
@@ -239,3 +250,59 @@ def test_memory_is_one_value_for_matrices_and_two_for_the_others() -> None:
 def test_axes_that_divide_matrices_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="leave tp, pp and ep at 1"):
         plan("llama-3-8b", {"dp_shard": 4, "tp": 2}, optimizer="muon")
+
+
+# ---- offloaded state: the bytes of a live rank, the seconds by hand, and the choice ----------------------------------
+
+GIVEN: dict[str, Any] = {
+    "all": "all",
+    "state": ["optimizer_state"],
+    "half": {"main_weights": 0.5},
+    "shards": ["compute_weights"],
+}
+BF16_POLICY = MixedPrecisionPolicy(torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("given", list(GIVEN))
+@on_ranks(1)
+def test_a_plan_has_the_bytes_of_a_live_rank(given: str) -> None:
+    model = Tower((32, 32, 64)).bfloat16()
+    planned = plan_model(model, make_setup(1, policy=BF16_POLICY, offload=GIVEN[given]), [Floor])
+    live, optimizer = fully_shard(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        fsdp_unit_modules=[Floor],
+        mixed_precision_policy=BF16_POLICY,
+        offload=GIVEN[given],
+    )
+    tower_loss(live, torch.randn(2, TOWER_FEATURES, dtype=torch.bfloat16)).backward()
+    optimizer.step()
+    memory = live.memory()
+    assert held_bytes(planned.groups) == (memory.compute_weight_bytes, memory.main_weight_bytes, memory.main_grad_bytes)
+    assert offloaded_bytes(planned) == sum(memory.offloaded.values())
+    assert optimizer_bytes(planned) == live.describe().memory.optimizer_bytes
+    resident = plan_model(Tower((32, 32, 64)).bfloat16(), make_setup(1, policy=BF16_POLICY), [Floor])
+    assert offloaded_bytes(resident) == 0
+
+
+@pytest.mark.full
+def test_state_goes_to_the_host_where_nothing_else_fits_and_not_before() -> None:
+    workload = make_workload({**PRESETS["llama-3.2-1b"], "num_hidden_layers": 2}, ParallelRanks(1))
+    setup, machine = Setup(ParallelRanks(1)), find_machine("h100")
+    resident = plan_workload(workload, setup, machine)
+    assert resident.fits
+    chosen = recommend(workload, setup, machine).best
+    assert chosen is not None
+    assert chosen.setup.offload == Offload()
+    small = replace(machine, memory_bytes=resident.memory.peak_bytes - 2 * 2**30, reserved_bytes=0)
+    found = recommend(workload, setup, small, ("none",)).best
+    assert found is not None
+    assert found.setup.offload.optimizer_state
+    assert found.memory.peak_bytes + found.memory.offloaded_bytes >= resident.memory.peak_bytes
+    assert found.hides_offload_from_tokens is not None
+    assert recommend(workload, setup, replace(small, host_memory_bytes=1), ("none",)).best is None
+
+
+def test_compute_weights_that_outer_ranks_write_into_stay() -> None:
+    with pytest.raises(ConfigurationError, match="HFSDP"):
+        make_setup({"dp_outer": 2, "dp_shard": 2}, outer_strategy="optim", offload=["compute_weights"])

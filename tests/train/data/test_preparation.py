@@ -1,18 +1,22 @@
 """From what --data-path names to tokens on all ranks: every kind of source, kept for later runs, whole or not."""
 
+import json
 import os
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.train.data import preparation
 from megatron_fsdp.train.data.preparation import (
     SIDE_FILE,
     TOKENIZER_FILE,
+    PieceTokenizer,
+    load_tokenizer,
     prepare_data,
     read_data,
     tokens_folder,
@@ -256,3 +260,55 @@ def test_the_last_documents_are_held_out_and_a_third_share_comes_after_them(fold
         assert bytes(data.training.open()) == b"".join(map(text_with_its_end, range(first)))
         assert bytes(data.held_out.open()) == b"".join(map(text_with_its_end, range(first, last)))
     assert len(list((tmp_path / "out").iterdir())) == 1  # another split needs no other tokens
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+
+PIECES = ["def add(a, b):\n    return a + b\n", "naïve — 你好\n\tend"]
+
+
+@pytest.fixture(scope="module")
+def bpe() -> PieceTokenizer:
+    return train_bpe(PIECES * 20, vocab_size=280)
+
+
+def words(folder: Path, tokens: list[str], *, limit: int | None = None) -> Path:
+    """A tokenizer of whole words, one id each."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if limit is not None:
+        tokenizer.enable_truncation(limit)
+        tokenizer.enable_padding(length=limit)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_bpe_survives_saving_and_loading(bpe: PieceTokenizer, tmp_path: Path) -> None:
+    bpe.save(tmp_path / "tokenizer.json")
+    for loaded in (load_tokenizer(tmp_path / "tokenizer.json"), load_tokenizer(tmp_path)):
+        assert (loaded.vocab_size, loaded.end_id) == (280, 0)
+        assert [ids.tolist() for ids in loaded.encode(PIECES)] == [ids.tolist() for ids in bpe.encode(PIECES)]
+
+
+def test_a_tokenizer_is_a_file_or_a_folder_with_one(tmp_path: Path) -> None:
+    words(tmp_path, ["[UNK]", "a", "b", "<|endoftext|>"])
+    for place in (tmp_path, tmp_path / "tokenizer.json"):
+        found = load_tokenizer(place)
+        assert [ids.tolist() for ids in found.encode(["b a c"])] == [[2, 1, 0]]
+        assert (found.end_id, found.vocab_size) == (3, 4)
+
+
+@pytest.mark.parametrize("said", ["</s>", {"content": "</s>", "lstrip": False}])
+def test_settings_beside_it_say_which_token_ends_a_text(tmp_path: Path, said: object) -> None:
+    words(tmp_path, ["[UNK]", "<|endoftext|>", "</s>"])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": said}))
+    assert load_tokenizer(tmp_path).end_id == 2
+
+
+def test_a_missing_or_damaged_tokenizer_and_one_without_an_end_are_refused(tmp_path: Path) -> None:
+    refused = partial(refusal, load_tokenizer, tmp_path, error=ConfigurationError)
+    assert f"--tokenizer-model {tmp_path} has no tokenizer.json: give such a file or a folder" in refused()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json cannot be read" in refused()
+    words(tmp_path, ["[UNK]", "a"])
+    assert "no token that ends a text: looked for eos_token in tokenizer_config" in refused()
