@@ -1,6 +1,5 @@
 """Quantised bases from folders: the bytes that transformers makes, and adapters that train as in one process."""
 
-import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,28 @@ import transformers
 from torch import nn
 
 from megatron_fsdp.automodel import AutoModelForCausalLM, connect_optimizer
-from tests.automodel.test_adapters import SEED, lora, with_adapters
+from tests.automodel.test_adapters import SEED, with_adapters
 from tests.automodel.training import strategy
 from tests.conftest import RunRanks
 from tests.formats.test_quantized import needs
-from tests.support.case import sgd
-from tests.support.language_models import build
-from tests.support.on_ranks import on_ranks, once, refusal
+from tests.support.on_ranks import fixed_seed, on_ranks, refusal
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
-ADAPTERS = lora(init_lora_weights=False, task_type="CAUSAL_LM")
 IDS = torch.randint(0, 96, (12, 8), generator=torch.Generator().manual_seed(5))
 
 
 def make_folder(folder: Path) -> Path:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    build("llama_tied", num_key_value_heads=2, **sizes).bfloat16().save_pretrained(folder)
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = transformers.LlamaConfig(**sizes, vocab_size=96, tie_word_embeddings=True)
+    with fixed_seed(0):
+        transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder
 
 
@@ -48,6 +51,11 @@ def quantization(kind: str) -> Any:
     )  # fmt: skip
 
 
+def lora() -> Any:
+    names = ["q_proj", "v_proj", "down_proj"]
+    return peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False, task_type="CAUSAL_LM")
+
+
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> list[float]:
     losses = []
     for _ in range(3):
@@ -59,12 +67,16 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor)
     return losses
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.05)
+
+
 def trained(kind: str, folder: Path, door: str, out: Path) -> list[float]:
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
     config = quantization(kind) if kind != "ready" else None
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_pretrained(
-        folder, distributed_config=strategy(door), peft_config=ADAPTERS, quantization_config=config, dtype=torch.float32
+        folder, distributed_config=strategy(door), peft_config=lora(), quantization_config=config, dtype=torch.float32
     )
     names = [name for name, _ in model.named_parameters() if "parametrizations" in name]
     assert names
@@ -95,7 +107,7 @@ def test_a_base_is_quantised_while_it_is_read(run_ranks: RunRanks, tmp_path: Pat
     if kind == "ready":
         folder = tmp_path / "ready"
         base.save_pretrained(folder)
-    alone = with_adapters(base, copy.deepcopy(ADAPTERS)).train()
+    alone = with_adapters(base, lora()).train()
     wanted = steps(alone, sgd(alone), IDS)
     seen = run_ranks(2, trained, kind, folder, door, tmp_path / "out")
     torch.testing.assert_close(seen, [wanted, wanted], rtol=1e-4, atol=1e-5)
@@ -107,14 +119,18 @@ def test_a_base_is_quantised_while_it_is_read(run_ranks: RunRanks, tmp_path: Pat
 @needs("bitsandbytes")
 @on_ranks(2)
 def test_a_quantised_base_without_adapters_is_refused(tmp_path: Path) -> None:
-    once(lambda: make_folder(tmp_path))
+    if dist.get_rank() == 0:
+        make_folder(tmp_path)
+    dist.barrier()
     text = refusal(AutoModelForCausalLM.from_pretrained, tmp_path, quantization_config=quantization("4 bits"))
     assert "give a folder and peft_config, and leave tp_size" in text
 
 
 @on_ranks(2)
 def test_other_libraries_are_refused_by_name(tmp_path: Path) -> None:
-    once(lambda: make_folder(tmp_path))
+    if dist.get_rank() == 0:
+        make_folder(tmp_path)
+    dist.barrier()
     given = {"quant_method": "gptq", "bits": 4}
-    text = refusal(AutoModelForCausalLM.from_pretrained, tmp_path, quantization_config=given, peft_config=ADAPTERS)
+    text = refusal(AutoModelForCausalLM.from_pretrained, tmp_path, quantization_config=given, peft_config=lora())
     assert "the quantization_config is of gptq; give BitsAndBytesConfig, TorchAoConfig, or a folder" in text
