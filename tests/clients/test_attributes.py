@@ -17,6 +17,7 @@ from tests.clients.test_accelerate import started
 from tests.clients.test_fsdp2_trainers import arguments, texts
 from tests.support.language_models import build
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed, of_ranks, on_ranks
+from tests.support.zoo import Holder
 from tests.usage.test_hugging_face import UNITS, build_llama
 
 transformers = pytest.importorskip("transformers")
@@ -103,23 +104,11 @@ def test_transformers_trainer_takes_it_as_one_process_and_names_the_savers(tmp_p
 LOGGED = ("loss", "grad_norm")
 
 
-class NamedAsTheWrapper(nn.Module):
-    """Has attributes of its own by names that the wrapper has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(2, 2)
-        self.device, self.ddp_config, self.fsdp_unit_modules, self.dist_index = "own", "own", "own", "own"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.up(x)
-
-
 @on_ranks(1)
 def test_the_wrapper_keeps_its_own_names() -> None:
-    model: Any = fully_shard_model(NamedAsTheWrapper())
-    own = {name: getattr(model.module, name) for name in ("device", "ddp_config", "fsdp_unit_modules", "dist_index")}
-    assert set(own.values()) == {"own"}
+    own = dict.fromkeys(("device", "ddp_config", "fsdp_unit_modules", "dist_index"), "own")
+    model: Any = fully_shard_model(Holder(up=nn.Linear(2, 2), **own))
+    assert {name: getattr(model.module, name) for name in own} == own
     assert model.device == torch.device("cpu")
     assert model.fsdp_unit_modules is None
     model.fsdp_unit_modules = ["a"]

@@ -13,7 +13,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from megatron_fsdp.fsdp2 import fully_shard
-from tests.fsdp2.test_fully_shard import assert_same, build, sgd, to_empty, whole
+from tests.fsdp2.test_fully_shard import to_empty
+from tests.support.case import momentum as sgd
+from tests.support.doors import assert_same, build, train, whole
 from tests.support.on_ranks import on_ranks
 from tests.support.zoo import TinyTransformer, make_token_batch
 
@@ -82,8 +84,7 @@ def chunked_loss(model: Any, batch: Any, tokens: int) -> Tensor:
 
 def titan(by: Callable[..., Any] | None) -> list[Tensor]:
     """Three steps with a validation after each and a checkpoint in memory: losses, norms, gradients and weights."""
-    torch.manual_seed(0)
-    model: Any = Decoder()
+    model: Any = build(Decoder)
     if by is not None:
         source = model
         with torch.device("meta"):
@@ -143,7 +144,7 @@ def offload(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def verl(by: Callable[..., Any] | None) -> list[Tensor]:
-    """Three updates, with log probabilities of the same rows before each: losses, norms and weights."""
+    """Three updates, with a forward without gradients before each: losses, gradients, norms and weights."""
     source = build()
     model: Any = source
     if by is not None:
@@ -154,28 +155,21 @@ def verl(by: Callable[..., Any] | None) -> list[Tensor]:
         by(model)
         load_on_first(model, source)
     optimizer = sgd(model)
-    generator, noted = torch.Generator().manual_seed(7), list[Tensor]()
-    for _ in range(3):
-        batch = make_token_batch(SAMPLES, generator)
-        mine = batch if by is None else batch.part(dist.get_rank(), dist.get_world_size())
-        model.eval()
-        with torch.no_grad():
-            model(mine.inputs)
-        if by is not None:
+
+    def before(model: Any, is_last: bool) -> None:
+        if not is_last:
+            model.eval()
+            with torch.no_grad():
+                model(torch.arange(12).view(2, 6))
             model.reshard()
             offload(model, optimizer)
-        model.train()
-        for number, rows in enumerate(zip(mine.inputs.chunk(2), mine.targets.chunk(2), strict=True)):
-            if by is not None:
-                model.set_requires_gradient_sync(number == 1)
-            loss = F.cross_entropy(model(rows[0]).flatten(0, 1), rows[1].flatten()) / 2
-            loss.backward()
-        noted.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
+            model.train()
+        model.set_requires_gradient_sync(is_last)
+
+    noted = train(model, optimizer, before, steps=3)
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert by is None or all(whole(param).equal(full[name]) for name, param in model.named_parameters())
-    return [*noted, *map(whole, model.parameters())]
+    return noted
 
 
 @on_ranks(2)

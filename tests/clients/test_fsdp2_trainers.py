@@ -12,11 +12,10 @@ import torch.distributed.fsdp
 
 from megatron_fsdp.fsdp2 import FSDPModule, install
 from megatron_fsdp.fsdp2.module import ShardedModule
-from tests.clients.test_accelerate import started
-from tests.clients.test_fsdp2_accelerate import fsdp2_on_cpus, weights_of
-from tests.fsdp2.test_fully_shard import assert_same
+from tests.clients.test_accelerate import fsdp2_on_cpus, started
+from tests.support.doors import assert_same, weights_of
 from tests.support.language_models import VOCABULARY, build
-from tests.support.on_ranks import assert_equal_tensors, fixed_seed, of_ranks, on_ranks
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, of_ranks, on_ranks, once
 
 transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
@@ -185,9 +184,7 @@ def program(make: Callable[[str], Any], folder: str) -> tuple[Any, list[torch.Te
 @on_ranks(2)
 def test_it_trains_evaluates_saves_and_resumes_as_on_torch(name: str, tmp_path: Path) -> None:
     folder = of_ranks(str(tmp_path))[0]
-    if dist.get_rank() == 0:
-        build("llama").save_pretrained(f"{folder}/base")
-    dist.barrier()
+    once(lambda: build("llama").save_pretrained(f"{folder}/base"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs
         with fsdp2_on_cpus():

@@ -1,8 +1,9 @@
 """Lightning's Trainer and Fabric with our strategies, by name and from YAML: beside one process; from 2 ranks to 1."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.fsdp2 import fully_shard
 from megatron_fsdp.fsdp2.module import ShardedModule
+from tests.clients.test_accelerate import plain_steps
 from tests.conftest import RunRanks
-from tests.fsdp2.test_fully_shard import whole
-from tests.support.on_ranks import fixed_seed, on_ranks
+from tests.support.doors import one_by_one, weights_of
+from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks
+from tests.support.zoo import Layer
 
 lightning = pytest.importorskip("lightning")
 
@@ -32,15 +37,6 @@ def quiet() -> Iterator[None]:
         yield
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 def data() -> torch.utils.data.DataLoader[Any]:
     """Three steps an epoch; each rank reads its share of the rows."""
     with fixed_seed(1):
@@ -53,7 +49,7 @@ class Regression(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         with fixed_seed(0):
-            self.blocks = nn.Sequential(Block(), Block())
+            self.blocks = nn.Sequential(Layer(), Layer())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x)
@@ -71,23 +67,11 @@ class Regression(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
-def one_process(steps: int, *, clip: float | None = None) -> dict[str, Tensor]:
-    """The same training as a plain loop on one process; two epochs' schedule steps as Lightning does them."""
-    model = Regression().blocks
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+def one_process(steps: int) -> dict[str, Tensor]:
+    """The same training on one process; two epochs' schedule steps as Lightning does them."""
     with fixed_seed(1):
-        inputs, targets = torch.randn(3 * ROWS, 6), torch.randn(3 * ROWS, 6)
-    for step in range(steps):
-        rows = slice(step % 3 * ROWS, (step % 3 + 1) * ROWS)
-        optimizer.zero_grad()
-        F.mse_loss(model(inputs[rows]), targets[rows]).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        if step % 3 == 2:
-            schedule.step()
-    return {name: param.detach() for name, param in model.named_parameters()}
+        batches = [[each] for each in zip(*(torch.randn(3 * ROWS, 6).split(ROWS) for _ in range(2)), strict=True)]
+    return plain_steps(Regression().blocks, (2 * batches)[:steps], 0.1, every=3)
 
 
 class ByHand(Regression):
@@ -103,10 +87,6 @@ class ByHand(Regression):
         self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
         optimizer.step()
         return loss.detach()
-
-
-def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(param) for name, param in module.named_parameters()}
 
 
 def assert_weights(found: dict[str, Tensor], expected: dict[str, Tensor], prefix: str = "") -> None:
@@ -136,14 +116,17 @@ def trainer(folder: str, **options: Any) -> Any:
 
 
 def fit(
-    folder: str, epochs: int, resume: str | None = None, kind: type[Regression] = Regression, **options: Any
+    folder: str, epochs: int, resume: str | None = None, kind: Callable[[], Regression] = Regression, **options: Any
 ) -> Any:
     with quiet():
         module, runner = kind(), trainer(folder, max_epochs=epochs, **options)
         runner.fit(module, data(), data(), ckpt_path=resume, **({"weights_only": False} if resume else {}))
         assert runner.global_step == 3 * epochs
-        assert all(isinstance(each, ShardedModule) for each in (module, *module.blocks))
-        assert_weights(weights_of(module), one_process(3 * epochs, clip=0.5), "blocks.")
+        root, by = (module.blocks, module.by) if isinstance(module, Sharded) else (module, fully_shard)
+        assert {isinstance(each, ShardedModule) for each in (root, *module.blocks)} == {by is fully_shard}
+        assert_weights(weights_of(module), one_process(3 * epochs), "blocks.")
+        if isinstance(module, Sharded):  # its strategy configures it anew to validate
+            return runner
         (evaluated,) = runner.validate(module, data(), verbose=False)
     assert evaluated["eval_loss"] == pytest.approx(float(runner.callback_metrics["eval_loss"]))
     return runner
@@ -169,7 +152,7 @@ def test_trainer_is_as_one_process_and_goes_on_with_other_ranks(run_ranks: RunRa
 def test_replicas_are_as_one_process(tmp_path: Path) -> None:
     from megatron_fsdp.contrib.lightning import MegatronFSDPStrategy
 
-    fit(str(tmp_path), 1, strategy=MegatronFSDPStrategy(fsdp_unit_modules=[Block], num_replicas=2))
+    fit(str(tmp_path), 1, strategy=MegatronFSDPStrategy(fsdp_unit_modules=[Layer], num_replicas=2))
 
 
 @on_ranks(2)
@@ -202,7 +185,7 @@ def test_a_yaml_file_gives_its_arguments(tmp_path: Path) -> None:
 trainer:
   strategy:
     class_path: megatron_fsdp.contrib.lightning.MegatronFSDPStrategy
-    init_args: {{fsdp_unit_modules: [tests.clients.test_lightning.Block], reduce_dtype: float32}}
+    init_args: {{fsdp_unit_modules: [tests.support.zoo.Layer], reduce_dtype: float32}}
   accelerator: cpu
   devices: {dist.get_world_size()}
 """
@@ -210,7 +193,7 @@ trainer:
     with quiet():
         cli = LightningCLI(Regression, run=False, save_config_callback=None, args=["--config", str(path)])
     strategy: Any = cli.trainer.strategy
-    assert strategy._unit_modules == [Block]
+    assert strategy._unit_modules == [Layer]
     assert strategy._options["mp_policy"].reduce_dtype == torch.float32
 
 
@@ -242,10 +225,51 @@ def fabric_loop(folder: str, first: int, last: int) -> None:
             optimizer.zero_grad()
             if step % 3 == 2:
                 schedule.step()
-        assert_weights(weights_of(model.module), one_process(last, clip=0.5))
+        assert_weights(weights_of(model.module), one_process(last))
         fabric.save(f"{folder}/fabric", {**state, "step": last})
 
 
 def test_fabric_is_as_one_process_and_goes_on_with_other_ranks(run_ranks: RunRanks, tmp_path: Path) -> None:
     run_ranks(2, fabric_loop, str(tmp_path), 0, 3)
     run_ranks(1, fabric_loop, str(tmp_path), 3, 6)
+
+
+# ---- its `ModelParallelStrategy`, on our `fully_shard` and on torch's ------------------------------------------------
+
+
+class Sharded(Regression):
+    """Sharded where the strategy asks for it."""
+
+    def __init__(self, by: Callable[..., Any]) -> None:
+        super().__init__()
+        self.by = by
+
+    def configure_model(self) -> None:
+        one_by_one(self.by, *self.blocks, self.blocks, mesh=self.device_mesh["data_parallel"])
+
+
+@pytest.mark.full(short=["shards"])
+@pytest.mark.parametrize("saves_shards", [True, False], ids=["shards", "one file"])
+@on_ranks(2)
+def test_it_trains_as_one_process_and_shares_checkpoints_with_torch(saves_shards: bool, tmp_path: Path) -> None:
+    folder = of_ranks(str(tmp_path))[0]
+
+    def run(by: Callable[..., Any], *arguments: Any) -> Any:
+        strategy = lightning.pytorch.strategies.ModelParallelStrategy(
+            data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=saves_shards
+        )
+        return fit(folder, *arguments, kind=partial(Sharded, by), strategy=strategy)
+
+    losses = []
+    for by in (torch_fully_shard, fully_shard):
+        runner = run(by, 1)
+        with quiet():
+            runner.save_checkpoint(f"{folder}/{by.__module__}.ckpt")
+        losses.append(float(runner.callback_metrics["eval_loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for by, written_by in (
+        (fully_shard, torch_fully_shard),
+        (fully_shard, fully_shard),
+        (torch_fully_shard, fully_shard),
+    ):
+        run(by, 2, f"{folder}/{written_by.__module__}.ckpt")

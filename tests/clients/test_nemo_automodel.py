@@ -1,45 +1,28 @@
 """A client as NeMo AutoModel is one: its imports, its checks, its calls and what it reads afterwards, one for one."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import megatron_fsdp
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron_fsdp.fully_shard import fully_shard_optimizer
 from tests.support.case import adamw_above_noise as adamw
-from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks
-from tests.support.zoo import Batch, Block, TinyTransformer, make_token_batch, token_loss
+from tests.support.doors import assert_same, build, train
+from tests.support.on_ranks import on_ranks
+from tests.support.zoo import Block
 
-TOLERANCE = 2e-6
 
-
-def build() -> TinyTransformer:
+def make() -> Any:
     """With a tied output embedding, and a module that takes no part in forward."""
-    with fixed_seed(0):
-        model = TinyTransformer(layers=2, tied=True)
-        model.unused = nn.Linear(2, 2)
+    model = build(layers=2, tied=True)
+    model.unused = build(partial(nn.Linear, 2, 2))
     return model
-
-
-def batch_of(step: int) -> Batch:
-    return make_token_batch(4, torch.Generator().manual_seed(step))
-
-
-def reference(steps: int) -> dict[str, Tensor]:
-    model = build()
-    optimizer = adamw(model)
-    for step in range(steps):
-        optimizer.zero_grad()
-        token_loss(model, batch_of(step)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    return {name: param.detach() for name, param in model.named_parameters()}
 
 
 def arguments(strategy: int) -> dict[str, Any]:
@@ -70,7 +53,7 @@ def arguments(strategy: int) -> dict[str, Any]:
 
 def _prepare(strategy: int, with_optimizer: bool) -> tuple[Any, torch.optim.Optimizer]:
     """Shard, then the client's own bookkeeping on parameters, then the optimizer."""
-    model: Any = build()
+    model = make()
     if with_optimizer:
         optimizer: torch.optim.Optimizer = adamw(model)
         model, optimizer = fully_shard(module=model, optimizer=optimizer, **arguments(strategy))
@@ -95,12 +78,6 @@ def test_it_trains_as_one_process(strategy: int, with_optimizer: bool) -> None:
     model, optimizer = _prepare(strategy, with_optimizer)
     assert isinstance(model, MegatronFSDP)
     names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]
-    assert names == [name for name, _ in build().named_parameters(remove_duplicate=False)]
-    for step in range(3):
-        optimizer.zero_grad()
-        token_loss(model, batch_of(step).part(dist.get_rank(), dist.get_world_size())).backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        assert (len(grads), all(isinstance(grad, DTensor) for grad in grads)) == (len(reference(0)) - 2, True)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    assert_equal_tensors(model.full_parameters(), reference(3), 0.0, TOLERANCE)
+    assert names == [name for name, _ in make().named_parameters(remove_duplicate=False)]
+    plain = make()
+    assert_same(train(model, optimizer, steps=3), train(plain, adamw(plain), steps=3))

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from megatron_fsdp.fsdp2 import install
 from megatron_fsdp.weights import WeightSource
-from tests.clients.test_fsdp2_accelerate import fsdp2_on_cpus, weights_of
+from tests.clients.test_accelerate import fsdp2_on_cpus
 from tests.clients.test_fsdp2_trainers import arguments, grpo, preferences, tokenizer
+from tests.support.doors import weights_of
 from tests.support.language_models import VOCABULARY, build
-from tests.support.on_ranks import assert_equal_tensors, of_ranks, on_ranks
+from tests.support.on_ranks import assert_equal_tensors, of_ranks, on_ranks, once
 
 STEPS = 3
 
@@ -113,10 +114,7 @@ def trained(folder: str, *, by_source: bool) -> tuple[list[dict[str, Tensor]], d
 @on_ranks(2)
 def test_asynchronous_grpo_sends_the_same_weights_as_on_torch(tmp_path: Path) -> None:
     folder = of_ranks(str(tmp_path))[0]
-    if dist.get_rank() == 0:
-        build("llama").save_pretrained(f"{folder}/base")
-        tokenizer().save_pretrained(f"{folder}/base")
-    dist.barrier()
+    once(lambda: [each.save_pretrained(f"{folder}/base") for each in (build("llama"), tokenizer())])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs
         with fsdp2_on_cpus():
@@ -146,9 +144,7 @@ def test_grpo_in_server_mode_sends_the_weights_as_they_are(tmp_path: Path) -> No
     from trl.generation.vllm_generation import VLLMGeneration
 
     folder = of_ranks(str(tmp_path))[0]
-    if dist.get_rank() == 0:
-        build("llama").save_pretrained(f"{folder}/base")
-    dist.barrier()
+    once(lambda: build("llama").save_pretrained(f"{folder}/base"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs
         with install(), fsdp2_on_cpus():
