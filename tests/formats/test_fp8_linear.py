@@ -1,9 +1,12 @@
 """Linears that multiply gathered float8 weights: exact arithmetic, the bits of one process, bytes, bad input."""
 
+import math
 import re
 import warnings
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,19 +17,20 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.formats import fp8_linear
 from megatron_fsdp.formats.fp8_linear import Fp8Weight, encoded_parameters, scaled_product, to_float8
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks
-from tests.support.optimizer_reference import hybrid
+from tests.support.arrangements import FLAT, Values, hybrid
+from tests.support.case import Run, Scenario, Setting, Tolerance, assert_bits, assert_notes, run_sharded
+from tests.support.on_ranks import fixed_seed, on_ranks
+from tests.support.rounded_weights import train_rounded
 from tests.support.zoo import MODEL_CASES
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP32 = torch.bfloat16, torch.float32
-STEPS, SAMPLES, MICROBATCHES = 3, 12, 2
 CASE = MODEL_CASES["transformer"]
 
 
@@ -80,36 +84,55 @@ class Job:
 
     ranks: tuple[int, ...] = (2,)
     dtype: torch.dtype = BF16
-    outer_strategy: str = "no_shard"
+    outer_strategy: int = 0
     recomputes: bool = False
     keeps: bool = False
     compiles: bool = False
 
     @property
     def num_ranks(self) -> int:
-        return torch.tensor(self.ranks).prod().item()
+        return math.prod(self.ranks)
+
+    @property
+    def scenario(self) -> Scenario:
+        return Scenario(two_microbatches, replace(CASE, build=partial(build, self)), sgd)
+
+    @property
+    def setting(self) -> Setting:
+        arrangement = replace(hybrid(*self.ranks) if len(self.ranks) > 1 else FLAT, whole=plain)
+        options = (("keep_fp8_transpose_cache", self.keeps),)
+        return Setting(3, POLICY, True, False, True, self.outer_strategy, True, arrangement, options)
+
+
+POLICY = MixedPrecisionPolicy(FP32, FP32, weight_format="fp8_compute")
+BATCHES = ((0, 1), (2, 3), (4, 5))
+
+
+def two_microbatches(run: Run) -> None:
+    for indices in BATCHES:
+        run.backward(*indices)
+        run.step()
+
+
+def plain(values: Values) -> Values:
+    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in values.items()}
 
 
 def build(job: Job) -> nn.Module:
-    torch.manual_seed(0)
     model = CASE.build().to(job.dtype)
     if job.recomputes:
         apply_activation_checkpointing(model, check_fn=lambda each: isinstance(each, CASE.unit_classes))
     if job.compiles:
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
         for module in model.modules():
             if isinstance(module, CASE.unit_classes):
                 module.compile(backend="eager")
     return model
 
 
-def sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Factors are powers of two, so that fused and plain multiply-adds agree, wherever tensors are cut."""
-    return torch.optim.SGD(params, lr=2**-5, momentum=0.5)
-
-
-def batch(step: int, microbatch: int, rank: int, num_ranks: int) -> Any:
-    draw = torch.Generator().manual_seed(MICROBATCHES * step + microbatch)
-    return CASE.make_batch(SAMPLES, draw).part(rank, num_ranks)
+    return torch.optim.SGD(model.parameters(), lr=2**-5, momentum=0.5)
 
 
 class _Multiply(torch.autograd.Function):
@@ -144,79 +167,14 @@ class Multiplied(nn.Linear):
         return product if self.bias is None else product + self.bias
 
 
-Result = tuple[list[torch.Tensor], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""Losses, gradients of each step, main weights at the end."""
-
-
-def reference(job: Job) -> Result:
-    """Train in one process, on the parts of the ranks one after another."""
-    model, ranks = build(replace(job, recomputes=False, compiles=False)), job.num_ranks
-    masters = {name: param.detach().float() for name, param in model.named_parameters()}
-    linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
-    for linear in linears.values():
-        linear.__class__ = Multiplied
-    optimizer = sgd(list(masters.values()))
-    losses, grads = [], []
-    for step in range(STEPS):
-        for name, param in model.named_parameters():
-            param.data = masters[name].to(job.dtype)
-        for name, linear in linears.items():
-            linear.encoded = float8(masters[f"{name}.weight"], E4M3)
-        total = {name: torch.zeros_like(master) for name, master in masters.items()}
-        for microbatch in range(MICROBATCHES):
-            parts = []
-            for rank in range(ranks):
-                loss = CASE.loss(model, batch(step, microbatch, rank, ranks))
-                parts.append([grad.float() for grad in torch.autograd.grad(loss, list(model.parameters()))])
-                losses.append(loss.detach())
-            for name, of_ranks in zip(total, zip(*parts, strict=True), strict=True):
-                total[name] += added(of_ranks, job.ranks[-1])
-        for name, master in masters.items():
-            master.grad = total[name]
-        optimizer.step()
-        grads.append({name: grad.clone() for name, grad in total.items()})
-    return losses, grads, masters
-
-
-def added(of_ranks: tuple[torch.Tensor, ...], inner: int) -> torch.Tensor:
-    """Add up inner ranks in their order, then the sums of outer ones."""
-    sums = [sum(of_ranks[first : first + inner]) for first in range(0, len(of_ranks), inner)]
-    return torch.as_tensor(sum(sums))
-
-
-def wrap(job: Job, **arguments: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    model = build(job)
-    if len(job.ranks) > 1:
-        arguments |= hybrid(3, job.outer_strategy)
-    return fully_shard(
-        model,
-        sgd(list(model.parameters())),
-        fsdp_unit_modules=list(CASE.unit_classes),
-        mixed_precision_policy=MixedPrecisionPolicy(FP32, FP32, weight_format="fp8_compute"),
-        keep_fp8_transpose_cache=job.keeps,
-        calculate_per_token_loss=True,
-        **arguments,
-    )
-
-
-def train(job: Job) -> Result:
-    model, optimizer = wrap(job)
-    losses, grads = [], []
-    if job.compiles:
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
-    for step in range(STEPS):
-        for microbatch in range(MICROBATCHES):
-            loss = CASE.loss(model, batch(step, microbatch, dist.get_rank(), job.num_ranks))
-            loss.backward()
-            losses.append(loss.detach())
-        grads.append({plain(n): p.grad.full_tensor().clone() for n, p in model.module.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, grads, {plain(n): p.full_tensor().clone() for n, p in model.module.named_parameters()}
-
-
-def plain(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "")
+def multiply_codes(model: nn.Module, main: nn.Module) -> None:
+    """Give a model what one process computes with: its weights as codes where a linear multiplies them."""
+    for param, exact in zip(model.parameters(), main.parameters(), strict=True):
+        param.data = exact.detach().to(param.dtype)
+    for (_, linear), (_, exact_linear) in zip(model.named_modules(), main.named_modules(), strict=True):
+        if isinstance(linear, nn.Linear):
+            linear.__class__ = Multiplied
+            linear.encoded = float8(exact_linear.weight.detach(), E4M3)
 
 
 JOBS = [
@@ -224,39 +182,42 @@ JOBS = [
     pytest.param(Job((2,), keeps=True, recomputes=True), marks=pytest.mark.full),
     pytest.param(Job((2,), compiles=True), marks=pytest.mark.full),
     pytest.param(Job((3,), FP32), marks=pytest.mark.full),
-    Job((2, 2), outer_strategy="optim"),
+    Job((2, 2), outer_strategy=1),
 ]
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_training_has_the_bits_of_one_process(run_ranks: RunRanks, job: Job) -> None:
-    losses, grads, masters = reference(job)
-    for rank, (own_losses, own_grads, own_masters) in enumerate(run_ranks(job.num_ranks, train, job)):
-        assert own_losses == losses[rank :: job.num_ranks]
-        for found, wanted in zip([*own_grads, own_masters], [*grads, masters], strict=True):
-            assert [n for n in found if not torch.equal(found[n], wanted[n])] == []
+    alone = replace(job, recomputes=False, compiles=False).scenario
+    expected = train_rounded(alone, job.ranks, BATCHES, multiply_codes, per_token=True)
+    assert_bits([found for (found,) in run_ranks(job.num_ranks, run_sharded, [(job.scenario, job.setting)])], expected)
 
 
-def deterministic(num_ranks: int) -> list[torch.Tensor]:
-    """Train on four microbatches a step, whatever the ranks; return the weights."""
-    model, optimizer = wrap(Job((num_ranks,)), deterministic="world")
-    for step in range(STEPS):
-        for first in range(0, 4, num_ranks):
-            CASE.loss(model, batch(step, 0, first + dist.get_rank(), 4)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [param.full_tensor() for param in model.parameters()]
+def four_microbatches(run: Run) -> None:
+    """In a step, whatever the ranks."""
+    for step in range(3):
+        for first in range(0, 4, run.num_ranks):
+            run.case.loss(run.model, run.whole_batch(step).part(first + dist.get_rank(), 4)).backward()
+        run.step()
 
 
 def test_deterministic_runs_have_the_same_bits_on_any_ranks(run_ranks: RunRanks) -> None:
-    wanted, other = (run_ranks(num_ranks, deterministic, num_ranks)[0] for num_ranks in (1, 2))
-    assert all(torch.equal(a, b) for a, b in zip(wanted, other, strict=True))
+    setting = replace(Job().setting, options=(("deterministic", "world"),))
+    job = (replace(Job().scenario, script=four_microbatches), setting)
+    wanted, other = (run_ranks(num_ranks, run_sharded, [job])[0][0] for num_ranks in (1, 2))
+    assert_notes([other], wanted, Tolerance())
+
+
+def noted() -> list[Any]:
+    run = Run(Job().scenario, Job().setting)
+    two_microbatches(run)
+    return [run.recording.losses, *(dict(values) for _, values in run.recording.notes)]
 
 
 @on_ranks(2)
 def test_float8_products_of_the_device_differ_by_rounding_alone() -> None:
     """Where torch multiplies float8 itself, which it does on CPUs, too: slowly, and adding up in float32."""
-    emulated, kinds, product = train(Job()), [], torch._scaled_mm
+    emulated, kinds, product = noted(), [], torch._scaled_mm
 
     def multiply(left: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
         kinds.append(left.dtype)
@@ -265,7 +226,7 @@ def test_float8_products_of_the_device_differ_by_rounding_alone() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch, "_scaled_mm", multiply)
         patched.setattr(fp8_linear, "multiplies_float8", lambda _: True)
-        native = train(Job())
+        native = noted()
     assert set(kinds) == {E4M3, E5M2}
     torch.testing.assert_close(native, emulated, rtol=2**-5, atol=2**-6)
 
@@ -273,21 +234,11 @@ def test_float8_products_of_the_device_differ_by_rounding_alone() -> None:
 # ---- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
-class Pair(nn.Module):
-    """Two linears, of which tensor parallelism cuts the rows and the columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(12, 8), nn.Linear(8, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).tanh())
-
-
-def pair() -> tuple[Pair, torch.Tensor]:
-    """Return the model, and inputs of two ranks (2, 3, 5, 12)."""
-    torch.manual_seed(0)
-    return Pair(), torch.randn(2, 3, 5, 12)
+def pair() -> tuple[nn.Module, torch.Tensor]:
+    """Return two linears, of which tensor parallelism cuts rows and columns, and inputs of two ranks (2, 3, 5, 12)."""
+    with fixed_seed(0):
+        model = nn.Sequential(OrderedDict(up=nn.Linear(12, 8), act=nn.Tanh(), down=nn.Linear(8, 6)))
+        return model, torch.randn(2, 3, 5, 12)
 
 
 def parts_of_pair() -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -406,14 +357,15 @@ def test_transposed_codes_are_kept_while_weights_are_gathered(
 
 @on_ranks(2)
 def test_codes_are_sharded_gathered_and_described() -> None:
-    model, _ = wrap(Job())
+    run = Run(Job().scenario, Job().setting)
+    model = run.sharded
+    assert model is not None
     before = model.traffic()
-    CASE.loss(model, batch(0, 0, 0, 1))
+    run.loss(0)
     sent = model.traffic().since(before).gather_bytes
     groups = [group for group in model.parameter_groups() if group.plan.stays_encoded]
-    assert sum(group.plan.layout.payload_numel for group in groups) == sum(
-        each.weight.numel() for each in build(Job()).modules() if isinstance(each, nn.Linear)
-    )
+    linears = [each for each in build(Job()).modules() if isinstance(each, nn.Linear)]
+    assert sum(group.plan.layout.payload_numel for group in groups) == sum(each.weight.numel() for each in linears)
     for group in groups:
         assert group.plan.gathered_bytes == group.plan.layout.numel == 2 * group.weights.compute.local.nbytes
         assert not any(weight.held.codes.data_ptr() % 16 for weight in group.full)  # else GPUs cannot multiply them
@@ -450,26 +402,29 @@ def test_whatever_is_no_linear_computes_with_decoded_weights() -> None:
         model(x.double())
 
 
-class Scaled(nn.Linear):
-    """A linear with a class of its own."""
-
-
 def model_of_kinds() -> nn.ModuleDict:
     return nn.ModuleDict(
-        {"words": nn.Embedding(5, 4), "plain": nn.Linear(4, 4), "own": Scaled(4, 4), "conv": nn.Conv1d(4, 4, 2)}
+        {"words": nn.Embedding(5, 4), "plain": nn.Linear(4, 4), "own": Multiplied(4, 4), "conv": nn.Conv1d(4, 4, 2)}
         | {"experts": nn.ParameterList([torch.zeros(3, 4, 4)])}
     )
 
 
+def formats_of(asked: dict[str, Any]) -> dict[str, tuple[str, bool]]:
+    policy, strategy = MixedPrecisionPolicy(weight_format=asked), ShardingStrategy.optim_grads_params
+    found = encoded_parameters(model_of_kinds(), policy, strategy)
+    return {name: (form.name, form.stays_encoded) for name, form in found.items()}
+
+
 def test_patterns_choose_what_computes_and_what_is_decoded() -> None:
-    asked = MixedPrecisionPolicy(weight_format={"conv.*": "nvfp4", "*": "fp8_compute"})
-    found = encoded_parameters(model_of_kinds(), asked, ShardingStrategy.optim_grads_params)
-    assert {name: (form.name, form.stays_encoded) for name, form in found.items()} == {
+    assert formats_of({"conv.*": "nvfp4", "*": "fp8_compute"}) == {
         "plain.weight": ("fp8_compute", True),
         "own.weight": ("fp8", False),
         "conv.weight": ("nvfp4", False),
         "experts.0": ("fp8", False),
     }
+    kept = formats_of({"words.*": None, "own.*": "nvfp4", "conv.*": None, "*": "fp8"})
+    decoded = {"plain.weight": ("fp8", False), "own.weight": ("nvfp4", False), "experts.0": ("fp8", False)}
+    assert kept == decoded
 
 
 @pytest.mark.parametrize(
@@ -477,9 +432,12 @@ def test_patterns_choose_what_computes_and_what_is_decoded() -> None:
     [
         ({"own.*": "fp8_compute"}, "has 'own.*', of whose parameters (own.weight, own.bias) none is the weight"),
         ({"experts.*": "fp8_compute"}, "nor a stack of experts); give 'fp8' there, to gather the same"),
+        ({"words.*": "fp8", "*": "fp8"}, "has 'words.*', which concerns no parameter: words.weight are embeddings"),
+        ({"*": "fp8", "own.*": None}, "has 'own.*', which has no effect, since an earlier pattern matches"),
+        ({"*": "fp8", "owm.*": None}, "has 'owm.*', which matches none of the 8 parameters"),
+        ({"own.*": None, "w*": "fp8"}, "has 'w*', which concerns no parameter: words.weight are embeddings"),
     ],
 )
-def test_what_cannot_be_multiplied_is_refused_by_name(asked: Any, words: str) -> None:
-    policy = MixedPrecisionPolicy(weight_format=asked)
+def test_a_pattern_that_takes_no_effect_is_refused_by_name(asked: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(words)):
-        encoded_parameters(model_of_kinds(), policy, ShardingStrategy.optim_grads_params)
+        formats_of(asked)

@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import (
@@ -23,14 +26,17 @@ from megatron_fsdp import (
     DistributedDataParallelConfig,
     MegatronFSDP,
     MixedPrecisionPolicy,
+    experimental,
+    fsdp2,
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
 )
 from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.experimental.placement import Flat
 from megatron_fsdp.state.gathers import parts_of
-from tests.support.arrangements import FLAT, Arrangement, Values
+from tests.support.arrangements import FLAT, Arrangement, Values, mesh_of
 from tests.support.on_ranks import Test, assert_equal_tensors, fixed_seed
 from tests.support.zoo import IGNORED, Batch, ModelCase
 
@@ -111,6 +117,31 @@ class Setting:
             return fully_shard(model, scenario.optimizer(model), **arguments)
         sharded = fully_shard_model(model, **arguments)
         return sharded, fully_shard_optimizer(scenario.optimizer(sharded))
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """A setting without a wrapper: `shard_all` is given the units of a model, inner ones first, and the model."""
+
+    shard_all: Callable[[Sequence[nn.Module]], object]
+    arrangement: Arrangement = FLAT
+
+    def shard(self, scenario: Scenario, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+        units = [module for module in model.modules() if isinstance(module, scenario.case.unit_classes)]
+        self.shard_all([*reversed(units), model])
+        return model, scenario.optimizer(model)
+
+
+def like_torch(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        fsdp2.fully_shard(module)
+
+
+def one_by_one(modules: Sequence[nn.Module]) -> None:
+    mesh, cut = mesh_of((dist.get_world_size(),), ("dp",)), [Flat()]
+    with experimental.fully_shard_context("cpu"):
+        for module in modules:
+            experimental.fully_shard(module, mesh, experimental.Placements(["dp"], cut, cut, cut))
 
 
 Job = tuple[Scenario, Any]
@@ -213,7 +244,17 @@ class Run:
     @property
     def module(self) -> nn.Module:
         """The user's own model, without the wrapper."""
-        return self.model if self.sharded is None else self.sharded.module
+        return self.sharded.module if self.is_wrapped else self.model  # type: ignore[union-attr]
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether the model has methods for whole tensors: it is sharded, and not in place."""
+        return hasattr(self.sharded, "full_gradients")
+
+    @property
+    def notes_whole(self) -> bool:
+        """Whether only whole tensors can be noted."""
+        return not self.is_wrapped or self.arrangement.whole is not FLAT.whole
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext() if self.sharded is None else self.sharded.no_sync()
@@ -233,14 +274,16 @@ class Run:
 
     def note_gradients(self, label: str = "gradients") -> None:
         """Note every gradient, None included."""
-        if self.sharded is None:
-            self.note(label, {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad})
+        if self.is_wrapped:
+            self.note(label, self.arrangement.whole(self.sharded.full_gradients()))  # type: ignore[union-attr]
         else:
-            self.note(label, self.arrangement.whole(self.sharded.full_gradients()))
+            self.note(label, {name: full_of(p.grad) for name, p in self.model.named_parameters() if p.requires_grad})
 
     def note_parameters(self, label: str = "parameters") -> None:
-        plain = dict(self.model.named_parameters())
-        self.note(label, plain if self.sharded is None else self.arrangement.whole(self.sharded.full_parameters()))
+        if self.is_wrapped:
+            self.note(label, self.arrangement.whole(self.sharded.full_parameters()))  # type: ignore[union-attr]
+        else:
+            self.note(label, {name: full_of(param) for name, param in self.model.named_parameters()})
 
     def note_local_shards(self, label: str, tensors_of: Callable[[ParameterGroup], Sequence[Tensor | None]]) -> None:
         """Note local shards, cut as main weights are, without messages: whole tensors take several each."""
@@ -254,12 +297,12 @@ class Run:
 
     def step(self) -> None:
         """Step, with notes of gradients and parameters; by the public functions in the first step and the second."""
-        if self.sharded is None or self.num_steps == 0 or self.arrangement.whole is not FLAT.whole:
+        if self.notes_whole or self.num_steps == 0:
             self.note_gradients()
         else:
             self.note_local_shards("gradients", lambda group: group.grads())
         self.optimizer.step()
-        if self.sharded is None or self.num_steps == 1 or self.arrangement.whole is not FLAT.whole:
+        if self.notes_whole or self.num_steps == 1:
             self.note_parameters()
         else:
             self.note_local_shards("parameters", lambda group: group.sharded)
@@ -273,10 +316,27 @@ class Run:
         else:
             torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], factor)
 
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint with torch's functions."""
+        save(self.state(), checkpoint_id=folder)
+
+    def load(self, folder: str | Path) -> None:
+        state = self.state()
+        load(state, checkpoint_id=folder)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
     def train(self, *indices: int) -> None:
         for index in indices:
             self.backward(index)
             self.step()
+
+
+def full_of(tensor: Tensor | None) -> Tensor | None:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _local_shard(group: ParameterGroup, index: int, local: Tensor) -> LocalShard:
@@ -441,12 +501,41 @@ def adamw_above_noise(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
 
 
+def decayed_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Of all parameters: decay and momentum show where a gradient is not None."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
+
+
 def two_steps(run: Run) -> None:
     run.train(0, 1)
 
 
 def three_steps(run: Run) -> None:
     run.train(0, 1, 2)
+
+
+def train_and_accumulate(run: Run) -> None:
+    run.train(0, 1)
+    with run.no_sync():
+        run.loss(2).backward()
+    run.train(3)
+
+
+def accumulate(run: Run) -> None:
+    """A deferred backward and one that is not, two that are not, and one of two forwards; an evaluation in between."""
+    with run.no_sync():
+        (run.loss(0) / 2).backward()
+    (run.loss(1) / 2).backward()
+    run.step()
+    for index in (2, 3):
+        (run.loss(index) / 2).backward()
+    run.step()
+    with torch.no_grad():
+        run.loss(4)
+    first, second = run.loss(5), run.loss(6)
+    (first + second).backward()
+    run.step()
+    run.train(7)
 
 
 def defer_two_of_three(run: Run) -> None:
