@@ -1,35 +1,55 @@
 """`ranks_may_skip_units`: ranks that take different paths, equal to one process on the batches of all of them."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import experimental, fsdp2, fully_shard, meet_ranks
+from megatron_fsdp import experimental, fsdp2, meet_ranks
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
-from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, refusal
-from tests.support.zoo import FEATURES, Layer, Ordered
+from tests.conftest import RunRanks
+from tests.support.arrangements import hybrid, mesh_of
+from tests.support.case import Run, Scenario, Setting, check_strategies, momentum
+from tests.support.on_ranks import fixed_seed, on_ranks, refusal
+from tests.support.zoo import FEATURES, Ordered, Recomputed, vector_case
 
 pytestmark = pytest.mark.unmerged
 STEPS = 3
 Microbatch = tuple[tuple[int, ...], bool | None]
 """The layers that it calls, in order, and whether its loss depends on the model's result; None: it only evaluates."""
+CASES = {"Ordered": vector_case(Ordered), "Recomputing": vector_case(partial(Recomputed, "units", False))}
 
 
-class Recomputing(Ordered):
-    """Units that are recomputed one by one."""
+@dataclass(frozen=True)
+class Skips(Setting):
+    """A setting in which ranks may skip units, by one of the doors, in the order of the units if it is told."""
 
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        for index in self.order:
-            x = checkpoint(self.layers[index], x, use_reentrant=False)
-        return x
+    strategy: int = 3
+    door: str = "wrapper"
+    order: tuple[int, ...] | None = None
+
+    def shard(self, scenario: Scenario, model: Any) -> tuple[Any, torch.optim.Optimizer]:
+        skips = True if self.order is None else [model.layers[index] for index in self.order]
+        if self.door == "wrapper":
+            told = {"ranks_may_skip_units": skips, **dict(self.options)}
+            return Setting.shard(replace(self, options=tuple(told.items())), scenario, model)
+        if self.door == "fsdp2":
+            for layer in model.layers:
+                fsdp2.fully_shard(layer)
+            fsdp2.fully_shard(model, ranks_may_skip_units=skips)
+        else:
+            mesh, zero3 = mesh_of((dist.get_world_size(),), ("dp",)), [[Shard(0)]] * 3
+            with experimental.fully_shard_context(ranks_may_skip_units=skips):
+                for module in (*model.layers, model):
+                    experimental.fully_shard(module, mesh, experimental.Placements(["dp"], *zero3))
+        return model, scenario.optimizer(model)
 
 
 def programs(draw: random.Random, num_ranks: int, order: Sequence[int]) -> list[list[list[Microbatch]]]:
@@ -47,78 +67,35 @@ def inputs(step: int, rank: int, number: int) -> torch.Tensor:
     return torch.randn(2, FEATURES, generator=torch.Generator().manual_seed(100 * step + 10 * rank + number))
 
 
-def loss_of(model: nn.Module, layers: Ordered, step: int, rank: int, number: int, what: Microbatch) -> torch.Tensor:
-    layers.order, depends = what
+def backward(run: Run, step: int, rank: int, number: int, what: Microbatch) -> None:
+    run.module.order, depends = what  # type: ignore[assignment]
     with torch.set_grad_enabled(depends is not None):
-        result = model(inputs(step, rank, number)).square().sum()
-    return result if depends else result.detach() + torch.zeros((), requires_grad=True)
+        result = run.model(inputs(step, rank, number)).square().sum() / len(run.ranks_here)
+    (result if depends else result.detach() + torch.zeros((), requires_grad=True)).backward()
 
 
-def build(kind: type[Ordered]) -> Ordered:
-    with fixed_seed(3):
-        return kind()
+def take_paths(run: Run, seed: int, order: Sequence[int], at_step: bool) -> None:
+    for step, ranks in enumerate(programs(random.Random(seed), run.num_ranks, order)):
+        for rank in run.ranks_here:
+            for number, what in enumerate(ranks[rank]):
+                backward(run, step, rank, number, what)
+        if run.sharded is not None:
+            run.sharded.finish_grad_sync() if at_step else meet_ranks(run.sharded)
+        run.step()
 
 
-def train_whole(kind: type[Ordered], drawn: Sequence[Sequence[Sequence[Microbatch]]]) -> list[dict[str, Any]]:
-    """The gradients and weights of one process on the microbatches of all ranks."""
-    model = build(kind)
-    optimizer = sgd(model)
-    noted = []
-    for step, ranks in enumerate(drawn):
-        for rank, microbatches in enumerate(ranks):
-            for number, what in enumerate(microbatches):
-                (loss_of(model, model, step, rank, number, what) / len(ranks)).backward()
-        noted.append({name: param.grad for name, param in model.named_parameters()})
-        noted[-1] = {name: None if grad is None else grad.clone() for name, grad in noted[-1].items()}
-        optimizer.step()
-        optimizer.zero_grad()
-        noted.append({name: param.detach().clone() for name, param in model.named_parameters()})
-    return noted
-
-
-def by_wrapper(model: Ordered, skips: Any, options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    options = {"fsdp_unit_modules": [Layer], **options}
-    return fully_shard(model, sgd(model), ranks_may_skip_units=skips, **options)
-
-
-def by_fsdp2(model: Ordered, skips: Any, _options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    for layer in model.layers:
-        fsdp2.fully_shard(layer)
-    fsdp2.fully_shard(model, ranks_may_skip_units=skips)
-    return model, sgd(model)
-
-
-def per_module(model: Ordered, skips: Any, _options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    zero3 = experimental.Placements(["dp"], *[[Shard(0)]] * 3)
-    with experimental.fully_shard_context(ranks_may_skip_units=skips):
-        for module in (*model.layers, model):
-            experimental.fully_shard(module, mesh, zero3)
-    return model, sgd(model)
-
-
-DOORS = {"wrapper": by_wrapper, "fsdp2": by_fsdp2, "per module": per_module}
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def full(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.full_tensor()
-    return found
-
-
-ARRANGEMENTS: dict[str, dict[str, Any]] = {
-    "3": {},
-    "2": {"zero_dp_strategy": 2},
-    "1": {"zero_dp_strategy": 1},
-    "three slots": {"max_gathered_units": 3, "forward_prefetch_units": 2, "backward_prefetch_units": 2},
-    "each has memory": {"weight_allocator": "resize"},
-    "at the step": {"sync_model_each_microbatch": False},
-    "HSDP": {"dp_outer_dim": "outer", "dp_shard_dim": "inner"},
-    "HFSDP": {"dp_outer_dim": "outer", "dp_shard_dim": "inner", "outer_dp_sharding_strategy": 1},
-    "an order": {"order": (2, 0, 1, 3)},
+ARRANGEMENTS: dict[str, Skips] = {
+    "3": Skips(),
+    "2": Skips(2),
+    "1": Skips(1),
+    "three slots": Skips(
+        options=(("max_gathered_units", 3), ("forward_prefetch_units", 2), ("backward_prefetch_units", 2))
+    ),
+    "each has memory": Skips(options=(("weight_allocator", "resize"),)),
+    "at the step": Skips(auto_sync=False),
+    "HSDP": Skips(arrangement=hybrid(2, 2)),
+    "HFSDP": Skips(arrangement=hybrid(2, 2), outer_strategy=1),
+    "an order": Skips(order=(2, 0, 1, 3)),
 }
 
 
@@ -133,111 +110,90 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
         *[(2, "3", "per module", "Ordered"), (3, "an order", "per module", "Recomputing")],
     ],
 )
-@on_ranks()
-def test_paths_of_ranks_equal_one_process(num_ranks: int, arranged: str, door: str, kind: str) -> None:
-    cls = Recomputing if kind == "Recomputing" else Ordered
-    options = dict(ARRANGEMENTS[arranged])
-    order = options.pop("order", None)
-    if "dp_outer_dim" in options:
-        options["device_mesh"] = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("outer", "inner"))
-        options["hybrid_fsdp_group"] = dist.group.WORLD
+def test_paths_of_ranks_equal_one_process(
+    run_ranks: RunRanks, num_ranks: int, arranged: str, door: str, kind: str
+) -> None:
+    setting = replace(ARRANGEMENTS[arranged], door=door)
     for seed in range(4):
-        drawn = programs(random.Random(seed), num_ranks, order or range(4))
-        expected = iter(train_whole(cls, drawn))
-        model = build(cls)
-        skips = True if order is None else [model.layers[index] for index in order]
-        sharded, optimizer = DOORS[door](model, skips, options)
-        rank = dist.get_rank()
-        for step, ranks in enumerate(drawn):
-            for number, what in enumerate(ranks[rank]):
-                loss_of(sharded, model, step, rank, number, what).backward()
-            sharded.finish_grad_sync() if arranged == "at the step" else meet_ranks(sharded)
-            grads = {name: param.grad for name, param in model.named_parameters()}
-            found = {name: full(grad) for name, grad in grads.items() if grad is not None}
-            wanted = {name: grad for name, grad in next(expected).items() if grad is not None}
-            assert_equal_tensors(found, wanted, rtol=1e-5, atol=1e-6)
-            optimizer.step()
-            optimizer.zero_grad()
-            weights = {name: full(param.detach()) for name, param in model.named_parameters()}
-            assert_equal_tensors(weights, next(expected), rtol=1e-5, atol=1e-6)
+        script = partial(take_paths, seed=seed, order=setting.order or range(4), at_step=arranged == "at the step")
+        check_strategies(run_ranks, num_ranks, Scenario(script, CASES[kind], momentum), [setting])
 
 
 @on_ranks(3)
 def test_ranks_generate_texts_of_different_lengths_and_meet() -> None:
-    model = build(Ordered)
-    sharded, _ = by_wrapper(model, True, {})
+    sharded = sharded_by(Skips())
     with torch.no_grad():
         results = [sharded(inputs(0, dist.get_rank(), number)) for number in range(1 + 2 * dist.get_rank())]
     meet_ranks(sharded)
     count = torch.tensor(len(results))
     dist.all_reduce(count)
     assert int(count) == 1 + 3 + 5
-    with torch.no_grad(), fixed_seed(3):
+    with torch.no_grad(), fixed_seed(0):
         expected = Ordered()(inputs(0, dist.get_rank(), 0))
     torch.testing.assert_close(results[0], expected)
     filled = 4 * (5 - len(results))
     assert f"this rank has gathered {filled} units only for others" in str(sharded.describe())
 
 
-@pytest.mark.parametrize("door", ["wrapper", "fsdp2"])
-@on_ranks(2)
-def test_a_rank_that_only_evaluates_steps_with_the_others(door: str) -> None:
-    is_first = dist.get_rank() == 0
-    model = build(Ordered)
-    sharded, optimizer = DOORS[door](model, True, {})
+def evaluate_on_one(run: Run) -> None:
+    """Rank 0 has two microbatches in each step; rank 1 evaluates, and more in each."""
     for step in range(2):
-        optimizer.zero_grad()
-        for number in range(2 if is_first else 0):
-            loss_of(sharded, model, step, 0, number, ((1, 3), True)).backward()
-        with torch.inference_mode():
-            for number in range(0 if is_first else 3 * step):
-                sharded(inputs(step, 1, number))
-        optimizer.step()
-        count = torch.ones(())
-        dist.all_reduce(count)
-        assert float(count) == 2
-    drawn = [[[((1, 3), True)] * 2, []]] * 2
-    expected = train_whole(Ordered, drawn)[-1]
-    weights = {name: full(param.detach()) for name, param in model.named_parameters()}
-    assert_equal_tensors(weights, expected, rtol=1e-5, atol=1e-6)
+        for rank in run.ranks_here:
+            for number in range(0 if rank else 2):
+                backward(run, step, rank, number, ((1, 3), True))
+            with torch.inference_mode():
+                for number in range(3 * step if rank else 0):
+                    run.model(inputs(step, 1, number))
+        run.optimizer.step()
+        run.note_parameters()
+        run.optimizer.zero_grad()
 
 
-@on_ranks(2)
-def test_a_forward_that_fails_on_one_rank_leaves_the_others_alone() -> None:
-    model = build(Ordered)
-    sharded, optimizer = by_wrapper(model, True, {})
+def fail_on_one(run: Run) -> None:
+    """A forward fails on another rank in each step."""
     for step in range(2):
-        if dist.get_rank() == step:
-            model.order = (0, 2)
-            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-                sharded(torch.ones(2, FEATURES + 1))
-        loss_of(sharded, model, step, dist.get_rank(), 0, ((1, 2), True)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = train_whole(Ordered, [[[((1, 2), True)]] * 2] * 2)[-1]
-    weights = {name: full(param.detach()) for name, param in model.named_parameters()}
-    assert_equal_tensors(weights, expected, rtol=1e-5, atol=1e-6)
+        for rank in run.ranks_here:
+            if run.sharded is not None and rank == step:
+                run.module.order = (0, 2)  # type: ignore[assignment]
+                with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                    run.model(torch.ones(2, FEATURES + 1))
+            backward(run, step, rank, 0, ((1, 2), True))
+        run.optimizer.step()
+        run.note_parameters()
+        run.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("script", "door"), [(evaluate_on_one, "wrapper"), (evaluate_on_one, "fsdp2"), (fail_on_one, "wrapper")]
+)
+def test_ranks_that_evaluate_or_fail_step_with_the_others(
+    run_ranks: RunRanks, script: Callable[[Run], None], door: str
+) -> None:
+    check_strategies(run_ranks, 2, Scenario(script, CASES["Ordered"], momentum), [Skips(door=door)])
+
+
+def sharded_by(setting: Setting, **options: Any) -> Any:
+    options = {**dict(setting.options), **options}
+    run = Run(Scenario(fail_on_one, CASES["Ordered"]), replace(setting, options=tuple(options.items())))
+    return run.sharded
 
 
 @pytest.mark.parametrize("option", ["verify_ranks", "cuda_graph_mode"])
 @on_ranks(2)
 def test_options_that_need_equal_steps_are_refused(option: str) -> None:
-    found = refusal(by_wrapper, build(Ordered), True, {option: True}, error=ConfigurationError)
+    found = refusal(sharded_by, Skips(), **{option: True}, error=ConfigurationError)
     assert "ranks_may_skip_units and " + option in found
 
 
 @on_ranks(2)
 def test_what_cannot_be_ordered_is_refused() -> None:
-    model = build(Ordered)
-    assert "has a Linear that is no module of the model" in refusal(
-        by_wrapper, model, [nn.Linear(2, 2)], {}, error=ConfigurationError
-    )
-    assert "leaves out 3 units, such as layers.1" in refusal(
-        by_wrapper, model, [model.layers[0]], {}, error=ConfigurationError
-    )
-    sharded, _ = by_wrapper(build(Ordered), True, {"sync_model_each_microbatch": False})
+    other = refusal(sharded_by, Skips(), ranks_may_skip_units=[nn.Linear(2, 2)], error=ConfigurationError)
+    assert "has a Linear that is no module of the model" in other
+    found = refusal(sharded_by, Skips(order=(0,)), error=ConfigurationError)
+    assert "leaves out 3 units, such as layers.1" in found
+    sharded = sharded_by(Skips(auto_sync=False))
     sharded.is_last_microbatch = dist.get_rank() == 0
     loss = sharded(inputs(0, 0, 0)).sum()
     assert "backward that some reduce further than others" in refusal(loss.backward, error=ScheduleError)
-    whole, _ = by_wrapper(build(Ordered), False, {})
+    whole = sharded_by(Setting(3))
     assert "shard the model with ranks_may_skip_units=True" in refusal(meet_ranks, whole, error=ConfigurationError)

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,36 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fsdp import experimental, fsdp2, fully_shard, fully_shard_model
+from megatron_fsdp import fsdp2, fully_shard, fully_shard_model
 from megatron_fsdp.checkpoint.hf import save_hf
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.experimental.placement import Flat
 from tests.conftest import RunRanks
-from tests.support.on_ranks import on_ranks, refusal
-from tests.support.optimizer_reference import hybrid
+from tests.support.arrangements import hybrid
+from tests.support.case import (
+    InPlace,
+    OptimizerFn,
+    Recording,
+    Run,
+    Scenario,
+    Setting,
+    Tolerance,
+    check_jobs,
+    full_of,
+    like_torch,
+    one_by_one,
+    sgd,
+)
+from tests.support.on_ranks import fixed_seed, on_ranks, refusal
 from tests.support.tensor_extension import Coded
+from tests.support.zoo import ModelCase, make_vector_batch, vector_loss
 
-SAMPLES, STEPS, WIDTH = 12, 3, 66  # of rows that no number of ranks divides in whole blocks
+WIDTH = 66  # of rows that no number of ranks divides in whole blocks
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
     """Skip a test whose body runs on ranks, which cannot skip it themselves."""
     lacks = [name for name in packages if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(lacks), reason=f"needs {', '.join(lacks)}")
-
-
-Trained = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
 
 
 class Rows(Coded):
@@ -104,93 +116,59 @@ class Adapted(nn.Module):
 
 
 def build(kind: str = "ours", ties: bool = False) -> Any:
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(
-        Adapted(kind, bias=True), Adapted(kind, bias=False), quantise(nn.Linear(WIDTH, 5), "ours")
-    )
+    with fixed_seed(0):
+        model: Any = nn.Sequential(
+            Adapted(kind, bias=True), Adapted(kind, bias=False), quantise(nn.Linear(WIDTH, 5), "ours")
+        )
     if ties:
         model[1].base.weight = model[0].base.weight
     return model
+
+
+def train_and_evaluate(run: Run) -> None:
+    """Notes what adapters have; the rest stays as it is."""
+    adapters = {name: param for name, param in run.parameters().items() if param.requires_grad}
+    for step in range(3):
+        run.backward(step)
+        run.note_gradients()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    with torch.no_grad():
+        run.loss(3)
+    run.note("adapters", {name: full_of(param) for name, param in adapters.items()})
 
 
 def adapters(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0, ranks: int = 1) -> Trained:
-    """Train on this rank's part of each batch, and evaluate; return losses, and gradients and values of adapters."""
-    own, losses, seen = SAMPLES // ranks, [], {}
-
-    def loss_of(step: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(SAMPLES, WIDTH, generator=generator), torch.randn(SAMPLES, 5, generator=generator)
-        part = slice(rank * own, (rank + 1) * own)
-        return (model(x[part]) - y[part]).square().mean()
-
-    def note(what: str, tensors: Any) -> None:
-        whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in tensors]
-        seen.update({f"{what} {number}": each.detach().clone() for number, each in enumerate(whole)})
-
-    for step in range(STEPS):
-        losses.append(loss_of(step))
-        losses[-1].backward()
-        note(f"gradient {step}", [param.grad for param in adapters(model)])
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        losses.append(loss_of(STEPS))
-    note("value", adapters(model))
-    return [loss.detach() for loss in losses], seen
+def every_parameter(model: nn.Module) -> torch.optim.Optimizer:
+    """With what no step changes, as most users build it."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(adapters(model), lr=0.1)
+def scenario(build: Callable[[], nn.Module], optimizer: OptimizerFn = every_parameter) -> Scenario:
+    make_batch = partial(make_vector_batch, features=(WIDTH, 5))
+    return Scenario(train_and_evaluate, ModelCase(build, make_batch, vector_loss, (Adapted,)), optimizer)
 
 
-def wrapped(model: nn.Module, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    every = torch.optim.SGD(model.parameters(), lr=0.1)  # with what no step changes, as most users build it
-    return fully_shard(model, every, fsdp_unit_modules=[Adapted], **options)
+def wrapped(model: nn.Module, **options: Any) -> Any:
+    return fully_shard(model, every_parameter(model), fsdp_unit_modules=[Adapted], **options)[0]
 
 
-def by_fsdp2(model: Any, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    for layer in model[:2]:
-        fsdp2.fully_shard(layer, **options)
-    fsdp2.fully_shard(model, **options)
-    return model, sgd(model)
-
-
-def by_experimental(model: Any) -> tuple[Any, torch.optim.Optimizer]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    placements = experimental.Placements((0,), (Flat(),), (Flat(),), (Flat(),))
-    with experimental.fully_shard_context("cpu"):
-        for layer in model[:2]:
-            experimental.fully_shard(layer, mesh, placements)
-        experimental.fully_shard(model, mesh, placements)
-    return model, sgd(model)
-
-
-DOORS: dict[str, Callable[..., tuple[Any, torch.optim.Optimizer]]] = {
-    **{f"strategy {number}": lambda m, number=number: wrapped(m, zero_dp_strategy=number) for number in range(4)},
-    "hybrid": lambda m: wrapped(m, **hybrid(3, "no_shard")),
-    "fine-grained": lambda m: wrapped(m, enable_fine_grained_param_gather=True),
-    "fsdp2": by_fsdp2,
-    "experimental": by_experimental,
+DOORS: dict[str, Any] = {
+    **{f"strategy {number}": Setting(number) for number in range(4)},
+    "hybrid": Setting(3, arrangement=hybrid(2, 2)),
+    "fine-grained": Setting(3, options=(("enable_fine_grained_param_gather", True),)),
+    "fsdp2": InPlace(like_torch),
+    "experimental": InPlace(one_by_one),
 }
 
 
-def trained(kind: str, door: str, ties: bool) -> Trained:
-    model, optimizer = DOORS[door](build(kind, ties))
-    losses, seen = steps(model, optimizer, dist.get_rank(), dist.get_world_size())
-    mean = torch.stack(losses)
-    dist.all_reduce(mean)
-    return list(mean / dist.get_world_size()), seen
-
-
 def check(run_ranks: RunRanks, ranks: int, kind: str, door: str, ties: bool = False) -> None:
-    model = build(kind, ties)
-    wanted = steps(model, sgd(model))
-    for seen in run_ranks(ranks, trained, kind, door, ties):
-        torch.testing.assert_close(seen, wanted, rtol=2e-5, atol=2e-6)
+    optimizer = sgd if isinstance(DOORS[door], InPlace) else every_parameter
+    jobs = [(scenario(partial(build, kind, ties), optimizer), DOORS[door])]
+    check_jobs(run_ranks, ranks, jobs, Tolerance(rtol=2e-5, atol=2e-6))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +201,7 @@ def test_weights_of_torchao_train_as_in_one_process(run_ranks: RunRanks, kind: s
 
 @on_ranks(2)
 def test_weights_are_kept_and_sent_as_the_bytes_that_they_have(tmp_path: Path) -> None:
-    model, _ = wrapped(build())
+    model = wrapped(build())
     codes, scales = WIDTH * WIDTH, 4 * WIDTH
     (group,) = (group for group in model.parameter_groups() if group.names[0].startswith("0.base.parametrizations"))
     assert (group.plan.precision.compute, group.plan.layout.payload_numel) == (torch.uint8, codes + scales)
@@ -265,24 +243,36 @@ def test_a_weight_may_be_given_to_itself_in_a_forward() -> None:
     torch.testing.assert_close(sharded(torch.ones(2, WIDTH)), wanted)
 
 
-def save(kind: str, folder: Path) -> Trained:
-    model, optimizer = wrapped(build(kind))
-    steps(model, optimizer, dist.get_rank(), dist.get_world_size())
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
-    return steps(model, optimizer, 0, 1)
+def trained_on(run: Run) -> list[Any]:
+    """What further steps note."""
+    run.recording = Recording()
+    train_and_evaluate(run)
+    return [values for _, values in run.recording.notes]
 
 
-def load(kind: str, folder: Path) -> Trained:
+def save(kind: str, folder: Path) -> list[Any]:
+    run = Run(scenario(partial(build, kind)), Setting(3))
+    train_and_evaluate(run)
+    dcp.save({"model": run.model.state_dict()}, checkpoint_id=folder)
+    return trained_on(run)
+
+
+def build_others(kind: str) -> nn.Module:
+    """Nothing that a model is built with may be left."""
     model = build(kind)
-    with torch.no_grad():  # nothing that a model is built with may be left
+    with torch.no_grad():
         for layer in model[:2]:
             layer.base = quantise(nn.Linear(WIDTH, WIDTH, bias=layer.base.bias is not None), kind)
             layer.up.weight.zero_()
-    model, optimizer = wrapped(model)
-    state = model.state_dict()
+    return model  # type: ignore[no-any-return]
+
+
+def load(kind: str, folder: Path) -> list[Any]:
+    run = Run(scenario(partial(build_others, kind)), Setting(3))
+    state = run.model.state_dict()
     dcp.load({"model": state}, checkpoint_id=folder)
-    model.load_state_dict(state)
-    return steps(model, optimizer, 0, 1)
+    run.model.load_state_dict(state)
+    return trained_on(run)
 
 
 @pytest.mark.parametrize("kind", ["ours", "bitsandbytes nested", "bitsandbytes int8"])
@@ -334,6 +324,6 @@ def test_optimizers_with_kernels_of_their_own_are_refused(library: str) -> None:
     words = f"AdamW8bit of {library.partition('.')[0]} steps plain tensors with kernels of its own"
     model = build()
     assert words in refusal(fully_shard, model, kind(adapters(model), lr=0.1))
-    model, _ = by_fsdp2(model)
+    like_torch([*model[:2], model])
     model(torch.ones(1, WIDTH)).sum().backward()
     assert words in refusal(kind(adapters(model), lr=0.1).step)  # which nothing has connected

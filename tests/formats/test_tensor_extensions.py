@@ -1,6 +1,7 @@
 """Parameters of tensor classes that gather in their own way: the bits of one process, bytes, torchao, bad input."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,14 +11,26 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp import fsdp2, fully_shard, fully_shard_model
+from megatron_fsdp import fully_shard_model
 from tests.conftest import RunRanks
-from tests.support.arrangements import divide_tensors, hybrid_arguments, tensor_parallel
-from tests.support.on_ranks import on_ranks, refusal
+from tests.support.arrangements import divide_tensors, tensor_parallel
+from tests.support.arrangements import hybrid as hybrid_ranks
+from tests.support.case import (
+    FP32,
+    InPlace,
+    Run,
+    Scenario,
+    Setting,
+    assert_parity,
+    like_torch,
+    reference,
+    run_sharded,
+    three_steps,
+)
+from tests.support.on_ranks import fixed_seed, on_ranks, refusal
 from tests.support.optimizer_reference import hybrid
 from tests.support.tensor_extension import Coded
-
-SAMPLES, STEPS = 12, 4
+from tests.support.zoo import ModelCase, make_vector_batch, vector_loss
 
 
 class Int8Gather(torch.Tensor):
@@ -155,115 +168,76 @@ def rounded(weight: torch.Tensor, kind: type[torch.Tensor] = Int8Gather) -> torc
 
 def build(kind: Callable[[torch.Tensor], torch.Tensor] | None = Int8Gather) -> nn.Module:
     """Build three layers; the rows of the last do not divide, and on three ranks one holds none of them."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 7, bias=False), nn.Tanh(), nn.Linear(7, 2))
+    with fixed_seed(0):
+        model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 7, bias=False), nn.Tanh(), nn.Linear(7, 2))
     for layer in model:
         if kind is not None and isinstance(layer, nn.Linear):
             layer.weight = nn.Parameter(kind(layer.weight.detach()))
     return model
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(SAMPLES, 6, generator=generator), torch.randn(SAMPLES, 2, generator=generator)
+class Rounded(nn.Linear):
+    """A linear of one process, which computes with a rounded weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, rounded(self.weight, self.kind), self.bias)
 
 
-def in_one_process(kind: type[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Train with rounded weights; return losses and final weights."""
+def build_rounded(kind: type[torch.Tensor]) -> nn.Module:
     model = build(None)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for step in range(STEPS):
-        x, y = batch(step)
-        for layer in model:
-            x = F.linear(x, rounded(layer.weight, kind), layer.bias) if isinstance(layer, nn.Linear) else layer(x)
-        losses.append((x - y).square().mean())
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [loss.detach() for loss in losses], [param.detach() for param in model.parameters()]
-
-
-def own_losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Train on this rank's part of each batch; return its losses."""
-    own, losses = SAMPLES // dist.get_world_size(), []
-    for step in range(STEPS):
-        part = slice(dist.get_rank() * own, (dist.get_rank() + 1) * own)
-        x, y = (each[part] for each in batch(step))
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
-
-
-def trained(ranks: tuple[int, ...], kind: type[Int8Gather]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Train sharded; return the mean losses and the final weights, whole."""
-    model = build(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    places = hybrid_arguments(*ranks) if ranks[1:] else {}
-    model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[nn.Linear], **places)
-    losses = torch.stack(own_losses(model, optimizer))
-    dist.all_reduce(losses)
-    return list(losses / dist.get_world_size()), [param.full_tensor() for param in model.parameters()]
-
-
-@pytest.mark.parametrize("kind", [Int8Gather, BlockGather])
-@on_ranks(3)
-def test_pytorchs_door_gathers_extensions(kind: type[Int8Gather]) -> None:
-    model = build(kind)
     for layer in model:
         if isinstance(layer, nn.Linear):
-            fsdp2.fully_shard(layer)
-    fsdp2.fully_shard(model)
-    losses = torch.stack(own_losses(model, torch.optim.SGD(model.parameters(), lr=0.1)))
-    dist.all_reduce(losses)
-    wanted, weights = in_one_process(kind)
-    torch.testing.assert_close(list(losses / 3), wanted)
-    torch.testing.assert_close([param.full_tensor() for param in model.parameters()], weights)
+            layer.__class__, layer.kind = Rounded, kind  # type: ignore[assignment]
+    return model
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [(Int8Gather, (3,)), (BlockGather, (2, 2))])
+def scenario(build: Callable[[], nn.Module], script: Callable[[Run], None] = three_steps) -> Scenario:
+    return Scenario(script, ModelCase(build, partial(make_vector_batch, features=(6, 2)), vector_loss, (nn.Linear,)))
+
+
+def sharded(kind: Callable[[torch.Tensor], torch.Tensor]) -> Run:
+    return Run(scenario(partial(build, kind)), Setting(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "setting"),
+    [
+        (Int8Gather, 3, Setting(3)),
+        (BlockGather, 4, Setting(3, arrangement=hybrid_ranks(2, 2))),
+        (Int8Gather, 3, InPlace(like_torch)),
+        (BlockGather, 3, InPlace(like_torch)),
+    ],
+)
 def test_training_equals_one_process_that_rounds(
-    run_ranks: RunRanks, ranks: tuple[int, ...], kind: type[Int8Gather]
+    run_ranks: RunRanks, kind: type[Int8Gather], num_ranks: int, setting: Any
 ) -> None:
-    losses, weights = in_one_process(kind)
-    for seen in run_ranks(torch.tensor(ranks).prod().item(), trained, ranks, kind):
-        torch.testing.assert_close(seen[0], losses)
-        torch.testing.assert_close(seen[1], weights)
+    found = run_ranks(num_ranks, run_sharded, [(scenario(partial(build, kind)), setting)])
+    assert_parity([each for (each,) in found], reference(scenario(partial(build_rounded, kind))), FP32)
 
 
+@pytest.mark.parametrize(("kind", "num_scales"), [(Int8Gather, (0, 0, 0)), (BlockGather, (2, 3, 2))])
 @on_ranks(2)
-def test_codes_travel_and_stay_gathered() -> None:
-    model = build()
-    model, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[nn.Linear])
+def test_tensors_travel_row_by_row_in_the_bytes_that_they_have_and_stay_gathered(
+    kind: type[Int8Gather], num_scales: tuple[int, ...]
+) -> None:
+    run = sharded(kind)
+    model = run.sharded
+    assert model is not None
     before = model.traffic()
-    model(batch(0)[0])
-    sent = model.traffic().since(before)
-    plans = [group.plan for group in model.parameter_groups() if group.plan.stays_encoded]
-    assert [plan.sent_bytes for plan in plans] == [plan.layout.numel for plan in plans]
-    assert sent.gather_bytes == sum(group.plan.sent_bytes // 2 for group in model.parameter_groups())
-    assert all(plan.gathered_bytes == plan.layout.numel for plan in plans)
-    assert "gather Int8Gather" in str(model.describe())
-    saved = model.state_dict()["module.0.weight"]
-    assert saved.dtype is torch.float32
-    assert torch.equal(saved.full_tensor(), build(None)[0].weight)
-
-
-@on_ranks(2)
-def test_several_tensors_travel_row_by_row_in_the_bytes_that_they_have() -> None:
-    model = build(BlockGather)
-    model, _ = fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[nn.Linear])
-    before = model.traffic()
-    model(batch(0)[0])
+    run.loss(0)
     sent = model.traffic().since(before).gather_bytes
-    plans = [group.plan for group in model.parameter_groups()]
-    of_extensions = [plan.gathered_bytes for plan in plans if plan.stays_encoded]
-    assert of_extensions == [
-        plan.layout.numel * (columns + -(-columns // 4)) // columns
-        for plan, columns in zip([plan for plan in plans if plan.stays_encoded], (6, 10, 7), strict=True)
+    plans = [group.plan for group in model.parameter_groups() if group.plan.stays_encoded]
+    of_rows = [(columns + scales, columns) for columns, scales in zip((6, 10, 7), num_scales, strict=True)]
+    assert [plan.gathered_bytes for plan in plans] == [
+        plan.layout.numel * num_bytes // columns for plan, (num_bytes, columns) in zip(plans, of_rows, strict=True)
     ]
-    assert sent == sum(plan.sent_bytes // 2 for plan in plans)
+    assert sent == sum(group.plan.sent_bytes // 2 for group in model.parameter_groups())
+    if kind is Int8Gather:
+        assert [plan.sent_bytes for plan in plans] == [plan.layout.numel for plan in plans]
+        assert "gather Int8Gather" in str(model.describe())
+        saved = model.state_dict()["module.0.weight"]
+        assert saved.dtype is torch.float32
+        assert torch.equal(saved.full_tensor(), build(None)[0].weight)
 
 
 @on_ranks(4)
@@ -310,30 +284,16 @@ def torchao_model(gathers: bool) -> nn.Module:
     return convert_to_float8_training(build(None), config=config)
 
 
-def torchao_trained() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Train torchao's float8 layers; return this rank's losses and the final weights, whole."""
-    from torchao.float8.float8_linear import Float8Linear
-
-    model = torchao_model(gathers=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Float8Linear])
-    return own_losses(model, optimizer), [param.full_tensor() for param in model.parameters()]
+def parts_in_turn(run: Run) -> None:
+    """Inputs have a scale for each part."""
+    for step in range(3):
+        for rank in run.ranks_here:
+            run.backward_of(rank, step)
+        run.step()
 
 
-@pytest.mark.parametrize("ranks", [3])
-def test_float8_weights_of_torchao_train_as_in_one_process(run_ranks: RunRanks, ranks: int) -> None:
-    """One process computes on the parts of the ranks one by one: inputs have a scale for each part."""
+def test_float8_weights_of_torchao_train_as_in_one_process(run_ranks: RunRanks) -> None:
     pytest.importorskip("torchao")
-    model = torchao_model(gathers=False)
-    optimizer, wanted = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for step in range(STEPS):
-        x, y = batch(step)
-        parts = zip(x.chunk(ranks), y.chunk(ranks), strict=True)
-        losses = [(model(x_part) - y_part).square().mean() for x_part, y_part in parts]
-        torch.stack(losses).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted.append([loss.detach() for loss in losses])
-    for rank, (losses, weights) in enumerate(run_ranks(ranks, torchao_trained)):
-        torch.testing.assert_close(losses, [of_step[rank] for of_step in wanted])
-        torch.testing.assert_close(weights, [param.detach() for param in model.parameters()])
+    scenarios = [scenario(partial(torchao_model, gathers), parts_in_turn) for gathers in (True, False)]
+    found = run_ranks(3, run_sharded, [(scenarios[0], Setting(3))])
+    assert_parity([each for (each,) in found], reference(scenarios[1], 3), FP32)
