@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
@@ -12,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from megatron_fsdp import MegatronFSDP, fully_shard
 from megatron_fsdp.config.engine_options import MemoryOptions
 from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, find_units, merge_small_units, message_bytes, plan_units
 from tests.conftest import RunRanks
+from tests.engine.test_skipped_units import Skips
 from tests.support.arrangements import Arrangement
-from tests.support.case import FP32, ONE_RANK, Run, Scenario, Setting, check_jobs, three_steps
+from tests.support.case import FP32, ONE_RANK, Run, Scenario, Setting, accumulate, check_jobs, three_steps
 from tests.support.on_ranks import engine_of, fixed_seed, on_ranks, refusal
 from tests.support.zoo import FEATURES, Layer, ModelCase, NeighbourCallers, Ordered, Penalised, Recomputed, vector_case
 
@@ -135,19 +135,6 @@ class Merged:
         return sharded, optimizer
 
 
-def accumulate(run: Run) -> None:
-    with run.no_sync():
-        (run.loss(0) / 2).backward()
-    (run.loss(1) / 2).backward()
-    run.step()
-    first, second = run.loss(2), run.loss(3)
-    (first + second).backward()
-    run.step()
-    with torch.no_grad():
-        run.loss(4)
-    run.train(5)
-
-
 def freeze_and_thaw(run: Run) -> None:
     layer = run.module.get_submodule("layers.1")
     for is_trained in (True, False, True):
@@ -158,19 +145,13 @@ def freeze_and_thaw(run: Run) -> None:
         run.optimizer.zero_grad()
 
 
-def _five() -> Ordered:
-    return Ordered((0, 1, 2, 3, 4), layers=5)
-
-
-def _out_of_order() -> Ordered:
-    return Ordered((3, 0, 4, 1, 0), layers=5)  # layer 2 is never called, layer 0 twice
-
-
+FIVE = vector_case(partial(Ordered, (0, 1, 2, 3, 4), layers=5))
 CASES: dict[str, tuple[Callable[[Run], None], ModelCase]] = {
-    "in order": (three_steps, vector_case(_five)),
-    "accumulated": (accumulate, vector_case(_five)),
-    "in another order": (three_steps, vector_case(_out_of_order)),
-    "frozen in between": (freeze_and_thaw, vector_case(_five)),
+    "in order": (three_steps, FIVE),
+    "accumulated": (accumulate, FIVE),
+    # layer 2 is never called, layer 0 twice
+    "in another order": (three_steps, vector_case(partial(Ordered, (3, 0, 4, 1, 0), layers=5))),
+    "frozen in between": (freeze_and_thaw, FIVE),
     "recomputed": (accumulate, vector_case(partial(Recomputed, "units", False))),
     "recomputed, reentrant": (three_steps, vector_case(partial(Recomputed, "pairs", True))),
     "with losses of their own": (three_steps, vector_case(Penalised)),
@@ -210,28 +191,29 @@ def _steps(model: MegatronFSDP, optimizer: torch.optim.Optimizer, count: int) ->
 
 
 @pytest.mark.parametrize(
-    ("strategy", "message", "gathers", "reductions"),
-    [(3, "0", 11, 7), (3, str(2 * LAYER_BYTES), 5, 4), (1, ALL, 2, 2), (0, ALL, 0, 2)],
+    ("strategy", "message", "layers", "gathers", "reductions"),
+    [
+        (3, "0", 6, 11, 7),
+        (3, str(2 * LAYER_BYTES), 6, 5, 4),
+        (1, ALL, 6, 2, 2),
+        (0, ALL, 6, 0, 2),
+        # 40 small layers that a rank keeps whole are one unit; of cut ones, two are a tenth of the half that it keeps
+        (0, None, 40, 0, 2),
+        (1, None, 40, None, 21),
+        (3, None, 40, None, 21),
+    ],
 )
 @on_ranks(2)
-def test_merged_units_take_one_message_each(strategy: int, message: str, gathers: int, reductions: int) -> None:
-    model, optimizer = _wrap(strategy, message)
+def test_merged_units_take_one_message_each(
+    strategy: int, message: str | None, layers: int, gathers: int | None, reductions: int
+) -> None:
+    model, optimizer = _wrap(strategy, message, layers)
     _steps(model, optimizer, 2)
     before = model.traffic()
     _steps(model, optimizer, 1)
     sent = model.traffic().since(before)
-    assert (sent.gathers, sent.reductions) == (gathers, reductions)
-
-
-@pytest.mark.parametrize(("strategy", "reductions"), [(0, 2), (1, 21), (3, 21)])
-@on_ranks(2)
-def test_whole_weights_take_fewer_messages(strategy: int, reductions: int) -> None:
-    """40 small layers that a rank keeps whole are one unit; of cut ones, two are a tenth of the half that it keeps."""
-    model, optimizer = _wrap(strategy, None, layers=40)
-    _steps(model, optimizer, 2)
-    before = model.traffic()
-    _steps(model, optimizer, 1)
-    assert model.traffic().since(before).reductions == reductions
+    assert sent.reductions == reductions
+    assert sent.gathers == gathers or gathers is None
 
 
 @on_ranks(2)
@@ -249,20 +231,17 @@ def test_faults_are_told_in_words() -> None:
     _steps(model, optimizer, 1)
 
 
-@on_ranks(2)
-def test_units_that_are_called_in_an_order_of_their_own_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+def train_unmerged(run: Run) -> None:
+    if run.sharded is not None:
+        assert [unit.name for unit in engine_of(run.sharded).units[1:]] == [f"layers.{index}" for index in range(4)]
+    run.train(0, 1)
+
+
+def test_units_that_are_called_in_an_order_of_their_own_are_not_merged(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a merged unit would be called twice in a pass, around another one."""
     monkeypatch.setenv("MFSDP_MESSAGE_BYTES", str(2 * LAYER_BYTES))
-    with fixed_seed(0):
-        alone = Ordered((0, 2, 1, 3), layers=4)
-    model = fully_shard_model(
-        sharded := deepcopy(alone),
-        fsdp_unit_modules=[Layer],
-        ranks_may_skip_units=[sharded.layers[index] for index in (0, 2, 1, 3)],
-    )
-    x = torch.ones(2, FEATURES)
-    model(x).sum().backward()
-    alone(x).sum().backward()
-    expected = {name: param.grad for name, param in alone.named_parameters()}
-    torch.testing.assert_close(dict(model.full_gradients()), expected, rtol=0.0, atol=0.0)
-    assert [unit.name for unit in engine_of(model).units[1:]] == [f"layers.{index}" for index in range(4)]
+    order = (0, 2, 1, 3)
+    scenario = Scenario(train_unmerged, vector_case(partial(Ordered, order)))
+    check_jobs(run_ranks, 2, [(scenario, Skips(order=order))])

@@ -1,8 +1,8 @@
 """Evaluation in between, weights changed by hand, and exceptions: training goes on as on one process."""
 
 import contextlib
-import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,21 +11,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.case import EVERY_WAY as ALL
-from tests.support.case import IN_TURN, STRATEGIES, Run, Scenario, Setting, check_strategies, each_half
-from tests.support.on_ranks import assert_equal_tensors, fixed_seed, of_ranks, on_ranks
+from tests.support.case import IN_TURN, STRATEGIES, Run, Scenario, Setting, check_strategies, each_half, three_steps
+from tests.support.on_ranks import assert_equal_tensors, of_ranks, on_ranks
 from tests.support.zoo import (
-    Failing,
     FailingModel,
     ModelCase,
     Ordered,
     PlannedError,
     failing_at,
-    make_batch,
     vector_case,
-    vector_loss,
 )
 
 SHARDED = (Setting(3), Setting(2))
@@ -134,28 +130,13 @@ def fail_in_forward_between_microbatches(run: Run) -> None:
     run.train(2)
 
 
-def _break_backward(run: Run, index: int, position: int) -> None:
-    _break(run, index, position, "backward")
+def drop_batch(run: Run, index: int, position: int, point: str) -> None:
+    """A batch that fails, and what a careful loop does then."""
+    _break(run, index, position, point)
     if run.sharded is not None:
         run.sharded.reset()
+        assert run.sharded.is_param_fsdp_distributed
     run.optimizer.zero_grad()
-
-
-def fail_in_backward_between_microbatches(run: Run) -> None:
-    run.loss(0).backward()
-    _break_backward(run, 1, 1)
-    run.loss(2).backward()
-    with run.no_sync():
-        run.loss(3).backward()
-    run.train(4)
-
-
-def fail_in_a_deferred_backward(run: Run) -> None:
-    with run.no_sync():
-        run.loss(0).backward()
-        _break_backward(run, 1, 1)
-        run.loss(2).backward()
-    run.train(3)
 
 
 # ---- exceptions at any point -----------------------------------------------------------------------------------------
@@ -193,16 +174,6 @@ class HalfwaySGD(Optimizer):
 
 
 SETTINGS = [*STRATEGIES, Setting(3, options=(("weight_allocator", "resize"),)), IN_TURN]
-
-
-def drop_batch(run: Run, index: int, position: int, point: str) -> None:
-    """A batch that fails, and what a careful loop does then."""
-    with failing_at(run.module, position, point), pytest.raises(PlannedError, match=point):
-        run.case.loss(run.model, run.batch(index)).backward()
-    if run.sharded is not None:
-        run.sharded.reset()
-        assert run.sharded.is_param_fsdp_distributed
-    run.optimizer.zero_grad()
 
 
 def fail_everywhere(run: Run, positions: tuple[int, ...]) -> None:
@@ -288,54 +259,36 @@ def test_a_step_that_broke_off_leaves_what_it_leaves_on_one_process(
 # ---- sums of earlier microbatches ------------------------------------------------------------------------------------
 
 
-def _deferring(model: MegatronFSDP, mode: str, last: bool) -> contextlib.AbstractContextManager[None]:
-    if mode == "no_sync" and not last:
-        return model.no_sync()
-    model.set_model_auto_sync(last)
-    return contextlib.nullcontext()
+def sums_survive(run: Run, defers: bool) -> None:
+    """Without clearing: what a failed forward finds is still there, whether or not it is reduced."""
+    if run.sharded is not None:
+        run.sharded.set_model_auto_sync(defers)
+    with run.no_sync() if defers else contextlib.nullcontext():
+        run.backward(0)
+        _break(run, 1, 1, "forward")
+    if run.sharded is not None:
+        run.sharded.reset()
+        run.sharded.set_model_auto_sync()
+    run.train(2)
 
 
-def _backward(model: nn.Module, number: int) -> None:
-    """On a batch of 4 samples: its half of the ranks, or all of it."""
-    whole = make_batch(4, torch.Generator().manual_seed(number))
-    vector_loss(model, whole.part(dist.get_rank(), 2) if isinstance(model, MegatronFSDP) else whole).backward()
-
-
-@pytest.mark.full(cover=1)
-@pytest.mark.parametrize("strategy", [1, 3])
-@pytest.mark.parametrize("mode", ["no_sync", "auto"])
-@on_ranks(2)
-def test_sums_of_earlier_microbatches_survive_a_failed_forward(strategy: int, mode: str) -> None:
-    with fixed_seed(0):
-        plain = FailingModel()
-    model = fully_shard_model(copy.deepcopy(plain), fsdp_unit_modules=[Failing], zero_dp_strategy=strategy)
-    with _deferring(model, mode, last=False):
-        _backward(model, 0)
-        with failing_at(model.module, 1, "forward"), pytest.raises(PlannedError):
-            _backward(model, 1)
-    model.reset()
-    with _deferring(model, mode, last=True):
-        _backward(model, 2)
-    for number in (0, 2):
-        _backward(plain, number)
-    wanted = {name: param.grad for name, param in plain.named_parameters()}
-    assert_equal_tensors(model.full_gradients(), wanted, 1e-5, 1e-6)
+@pytest.mark.parametrize("defers", [True, False])
+def test_sums_of_earlier_microbatches_survive_a_failed_forward(run_ranks: RunRanks, defers: bool) -> None:
+    check_strategies(run_ranks, 2, Scenario(partial(sums_survive, defers=defers), FAILING), STRATEGIES[1::2])
 
 
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_ranks_that_failed_at_different_points_reduce_alike_afterwards(strategy: int) -> None:
     """The failed microbatch may have left a part of its gradients, as on one process; nobody hangs."""
-    with fixed_seed(0):
-        model = FailingModel()
-    options = {} if strategy == 0 else {"max_gathered_units": LAYERS}  # no gather that one rank alone would begin
-    model = fully_shard_model(model, fsdp_unit_modules=[Failing], zero_dp_strategy=strategy, **options)
-    with model.no_sync():
-        _backward(model, 0)
-        with failing_at(model.module, dist.get_rank(), "backward of the output"), pytest.raises(PlannedError):
-            _backward(model, 1)
-    model.reset()
-    _backward(model, 2)
-    first, second = of_ranks(model.full_gradients())
+    options = () if strategy == 0 else (("max_gathered_units", LAYERS),)  # no gather that one rank alone would begin
+    run = Run(Scenario(three_steps, FAILING), Setting(strategy, options=options))
+    assert run.sharded is not None
+    with run.no_sync():
+        run.backward(0)
+        _break(run, 1, dist.get_rank(), "backward of the output")
+    run.sharded.reset()
+    run.backward(2)
+    first, second = of_ranks(run.sharded.full_gradients())
     assert all(grad is not None for grad in first.values())
     assert_equal_tensors(first, second)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ScheduleError
@@ -20,14 +19,17 @@ from tests.support.case import (
     FP32,
     IN_TURN,
     REPLICATED,
+    STRATEGIES,
     Run,
     Scenario,
     Setting,
     assert_parity,
     check_strategies,
+    each_half,
     reference,
     run_sharded,
     three_steps,
+    train_and_accumulate,
 )
 from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.zoo import (
@@ -52,10 +54,6 @@ ORDERED = vector_case(Ordered)
 
 
 # ---- who is used, and when -----------------------------------------------------------------------------------------
-
-
-def build_twice_used() -> Ordered:
-    return Ordered((0, 1, 0, 2, 1, 1, 3, 0))
 
 
 def change_order(run: Run) -> None:
@@ -131,19 +129,7 @@ def gradient_of_the_input(run: Run) -> None:
         run.step()
 
 
-def build_objects(frozen: bool = False) -> HidesResults:
-    return HidesResults(frozen, InObject)
-
-
-def build_slots() -> HidesResults:
-    return HidesResults(unit=InSlot)
-
-
-def build_frozen_objects() -> HidesResults:
-    return build_objects(frozen=True)
-
-
-TWICE, NESTED = vector_case(build_twice_used), vector_case(Nested)
+TWICE, NESTED = vector_case(partial(Ordered, (0, 1, 0, 2, 1, 1, 3, 0))), vector_case(Nested)
 CASES: tuple[tuple[Callable[[Run], None], ModelCase], ...] = (
     (three_steps, TWICE),
     (three_steps, NESTED),
@@ -158,15 +144,13 @@ CASES: tuple[tuple[Callable[[Run], None], ModelCase], ...] = (
     (forward_only_then_train, NESTED),
     (backward_twice, TWICE),
     (gradient_of_the_input, ORDERED),
-    (gradient_of_the_input, vector_case(build_frozen_objects)),
-    (three_steps, vector_case(build_objects)),
-    (three_steps, vector_case(build_slots)),
+    (gradient_of_the_input, vector_case(partial(HidesResults, True, InObject))),
+    (three_steps, vector_case(partial(HidesResults, unit=InObject))),
+    (three_steps, vector_case(partial(HidesResults, unit=InSlot))),
 )
 
 
-@pytest.mark.parametrize(
-    ("script", "case"), CASES, ids=[f"{script.__name__}-{case.build.__name__}" for script, case in CASES]
-)
+@pytest.mark.parametrize(("script", "case"), CASES)
 def test_units_used_in_any_way_equal_one_process(
     run_ranks: RunRanks, script: Callable[[Run], None], case: ModelCase
 ) -> None:
@@ -176,10 +160,6 @@ def test_units_used_in_any_way_equal_one_process(
 
 
 # ---- outputs that hide something -------------------------------------------------------------------------------------
-
-
-def _build_frozen_hiding() -> HidesResults:
-    return HidesResults(frozen=True)
 
 
 def train_or_refuse(run: Run) -> None:
@@ -194,7 +174,7 @@ def train_or_refuse(run: Run) -> None:
     run.step()
 
 
-@pytest.mark.parametrize("build", [HidesResults, _build_frozen_hiding, Penalised])
+@pytest.mark.parametrize("build", [HidesResults, partial(HidesResults, frozen=True), Penalised])
 def test_results_that_cannot_be_seen_give_an_error_or_the_right_gradient(
     run_ranks: RunRanks, build: Callable[[], torch.nn.Module]
 ) -> None:
@@ -293,45 +273,18 @@ def test_parameter_that_comes_into_use_on_one_rank(run_ranks: RunRanks) -> None:
 PLACES: tuple[Where, ...] = ("units", "inside", "pairs", "all")
 
 
-def _case(where: Where, reentrant: bool) -> ModelCase:
-    return vector_case(partial(Recomputed, where, reentrant))
-
-
-def train_and_accumulate(run: Run) -> None:
-    run.train(0, 1)
-    with run.no_sync():
-        run.loss(2).backward()
-    run.train(3)
-
-
 @pytest.mark.full(cover=1)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("where", PLACES)
 def test_recomputed_activations_give_the_same_gradients(run_ranks: RunRanks, where: Where, reentrant: bool) -> None:
-    scenario = Scenario(train_and_accumulate, _case(where, reentrant))
+    scenario = Scenario(train_and_accumulate, vector_case(partial(Recomputed, where, reentrant)))
     check_strategies(run_ranks, 2, scenario, [SHARDED[reentrant], BUCKETS[reentrant]])
 
 
-class RecomputedTwice(nn.Module):
-    """A unit that is called twice, each call in a recomputation of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unit = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = checkpoint(self.unit, x, use_reentrant=True)
-        return x
-
-
-@pytest.mark.parametrize("strategy", [1, 3])
-@on_ranks(2)
-def test_gradients_of_two_recomputations_in_one_backward_add_up(strategy: int) -> None:
-    with fixed_seed(0):
-        plain = RecomputedTwice()
-    model = fully_shard_model(copy.deepcopy(plain), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy)
-    for net in (plain, model):
-        net(torch.arange(8.0, requires_grad=True).view(2, 4)).square().sum().backward()
-    wanted = {name: param.grad for name, param in plain.named_parameters()}
-    torch.testing.assert_close(dict(model.full_gradients()), wanted)
+@each_half(STRATEGIES)
+def test_gradients_of_two_recomputations_in_one_backward_add_up(
+    run_ranks: RunRanks, settings: tuple[Setting, ...]
+) -> None:
+    """Of one unit, which is called twice."""
+    case = vector_case(partial(Recomputed, "units", True, (0, 0), layers=1))
+    check_strategies(run_ranks, 2, Scenario(three_steps, case), settings)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
 from megatron_fsdp.config.precision import ResolvedPrecision, resolve_precision
+from tests.engine import test_parity as parity
 from tests.support.case import (
     SAMPLES,
     Recording,
@@ -29,7 +29,7 @@ from tests.support.case import (
     run_sharded,
 )
 from tests.support.on_ranks import fixed_seed, on_ranks
-from tests.support.zoo import MODEL_CASES, Batch, ModelCase, OddBlock, UnusedBlock
+from tests.support.zoo import MODEL_CASES, Batch, Branching, ModelCase, OddBlock, Recomputed, vector_case
 
 # ---- what a policy promises, worked out on one process ---------------------------------------------------------------
 
@@ -299,38 +299,15 @@ def test_float16_sums_of_large_gradients_stay_in_range(
         assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-def accumulate_and_step(run: Run) -> None:
-    for step in range(3):
-        for microbatch in range(2):
-            (run.loss(2 * step + microbatch) / 2).backward()
-        run.step()
-
-
-class TwiceRecomputed(nn.Module):
-    """A unit that is recomputed twice per backward, and of which one layer is never used: its bucket stays open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = UnusedBlock()
-        self.head = nn.Linear(7, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = checkpoint(self.block, x, use_reentrant=True)
-        return self.head(x)
-
-
-def with_grad_inputs(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean squared error; reentrant recomputation needs inputs that take a gradient."""
-    return nn.functional.mse_loss(model(batch.inputs.clone().requires_grad_()), batch.targets)
+two_microbatches = partial(parity.train, microbatches=2)
 
 
 def test_a_second_gradient_for_the_same_bucket_is_scaled_like_the_first(run_ranks: RunRanks) -> None:
-    """11 significant bits: each summand and each sum errs by 2**-12 of its value."""
+    """A layer that no branch uses keeps the bucket open. 11 bits: each summand and sum errs by 2**-12 of its value."""
     policy, band = MixedPrecisionPolicy(grad_comm_dtype=FP16), Tolerance(of_largest=2**-9, atol=1e-6)
-    case = ModelCase(TwiceRecomputed, MODEL_CASES["unused"].make_batch, with_grad_inputs, (UnusedBlock,))
+    case = vector_case(partial(Recomputed, "units", True, (0, 0), layers=1, unit=Branching))
     settings = [Setting(strategy, policy) for strategy in range(4)]
-    check_strategies(run_ranks, 2, Scenario(accumulate_and_step, case), settings, band)
+    check_strategies(run_ranks, 2, Scenario(two_microbatches, case), settings, band)
 
 
 @pytest.mark.full(cover=1)
@@ -340,7 +317,7 @@ def test_a_second_gradient_for_the_same_bucket_is_scaled_like_the_first(run_rank
 def test_changed_copies_of_main_gradients_count(strategy: int, main_grads: torch.dtype | None) -> None:
     """`.grad` is a float32 copy of bfloat16 main gradients: what is done to the copy must count."""
     policy = MixedPrecisionPolicy(main_grads_dtype=main_grads)
-    run = Run(Scenario(accumulate_and_step, CASES[BF16]), Setting(strategy, policy), 2)
+    run = Run(Scenario(two_microbatches, CASES[BF16]), Setting(strategy, policy), 2)
 
     def gradients() -> dict[str, Tensor | None]:
         run.loss(1).backward()

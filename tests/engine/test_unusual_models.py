@@ -2,7 +2,9 @@
 
 import copy
 import io
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,24 +20,15 @@ from torch.nn.utils import parametrize
 from megatron_fsdp import MegatronFSDP, experimental, fsdp2, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
 from tests.conftest import RunRanks
+from tests.support.api_net import gradients, own_part
 from tests.support.arrangements import hybrid
 from tests.support.case import Run, Scenario, Setting, check_strategies, shard
 from tests.support.case import momentum as sgd
 from tests.support.on_ranks import assert_equal_tensors, first_rank_warns, fixed_seed, on_ranks, refusal
-from tests.support.zoo import FEATURES, Batch, ModelCase, Recurrent, make_batch, vector_loss
+from tests.support.zoo import FEATURES, Batch, Between, ModelCase, Ordered, Recurrent, make_batch, vector_loss
 
 WIDTH = FEATURES
-
-
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+Linears = partial(Ordered, unit=partial(nn.Linear, WIDTH, WIDTH))
 
 
 class BackwardOnAThread(torch.autograd.Function):
@@ -55,29 +48,21 @@ class BackwardOnAThread(torch.autograd.Function):
         return None, ctx.x.grad
 
 
-class Threaded(Layers):
-    def forward(self, x: Tensor) -> Tensor:
+class Threaded(Ordered):
+    def middle(self, x: Tensor) -> Tensor:
         first, second, *_ = self.layers
         return second(BackwardOnAThread.apply(first, x))  # type: ignore[no-untyped-call]
 
 
-class ReturnsWeight(nn.Module):
+class ReturnsWeight(nn.Linear):
     """Hands out a view of its own weight, which is used when other units have been gathered into the same slot."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.tanh(self.linear(x)), self.linear.weight.t()
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return torch.tanh(super().forward(x)), self.weight.t()
 
 
-class UsesReturned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(ReturnsWeight() for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
+class UsesReturned(Ordered):
+    def middle(self, x: Tensor) -> Tensor:
         weights = []
         for layer in self.layers:
             x, weight = layer(x)
@@ -100,18 +85,18 @@ class Prompted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.prompts = nn.ModuleList([Prompt(), Prompt()])
-        self.layers = Layers()
+        self.layers = Linears()
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = (prompt() for prompt in self.prompts)
         return self.layers(x) @ first + x @ second
 
 
-class Masked(Layers):
+class Masked(Ordered):
     """Half of the gradient of one weight is masked by a hook that was registered before sharding."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(unit=partial(nn.Linear, WIDTH, WIDTH))
         self.layers[1].weight.register_hook(_mask)
 
 
@@ -119,11 +104,11 @@ def _mask(grad: Tensor) -> Tensor:
     return grad * (torch.arange(grad.numel()) % 2).view_as(grad)
 
 
-class Strided(Layers):
+class Strided(Ordered):
     """Parameters that do not lie contiguous in memory: every other column, every other element, real parts."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(unit=partial(nn.Linear, WIDTH, WIDTH))
         self.layers[0].weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH)[:, ::2])
         self.layers[0].bias = nn.Parameter(torch.randn(2 * WIDTH)[::2])
         self.layers[1].weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64).real)
@@ -165,15 +150,32 @@ def _layers(model: nn.Module) -> nn.ModuleList:
     return (model.module if isinstance(model, MegatronFSDP) else model).layers  # type: ignore[return-value]
 
 
+class ReadsEnds(Ordered):
+    """Multiplies by weights of modules beside the blocks without calling these, in forward and in a method of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(self.middle(self.first(x)) @ self.first.weight)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.last.weight, self.last.bias)
+
+
+def linear_case(build: Callable[[], nn.Module], loss: Callable[[nn.Module, Batch], Tensor] = vector_loss) -> ModelCase:
+    return ModelCase(build, make_batch, loss, (nn.Linear,))
+
+
 CASES = {
     "recurrent": ModelCase(Recurrent, make_batch, vector_loss, (nn.LSTM,)),
-    "global penalty": ModelCase(Layers, make_batch, globally_penalised_loss, (nn.Linear,)),
-    "numbers times data": ModelCase(Layers, make_batch, loss_times_numbers, (nn.Linear,)),
-    "returned view": ModelCase(UsesReturned, make_batch, vector_loss, (ReturnsWeight,)),
+    "global penalty": linear_case(Linears, globally_penalised_loss),
+    "numbers times data": linear_case(Linears, loss_times_numbers),
+    "returned view": ModelCase(
+        partial(UsesReturned, unit=partial(ReturnsWeight, WIDTH, WIDTH)), make_batch, vector_loss, (ReturnsWeight,)
+    ),
     "returned parameter": ModelCase(Prompted, make_batch, vector_loss, (Prompt, nn.Linear)),
-    "gradient hook": ModelCase(Masked, make_batch, vector_loss, (nn.Linear,)),
-    "strided": ModelCase(Strided, make_batch, vector_loss, (nn.Linear,)),
+    "gradient hook": linear_case(Masked),
+    "strided": linear_case(Strided),
     "cast for good": ModelCase(casts_of_sizes, make_batch, vector_loss, (CastsForGood,)),
+    "ends that are read, of units that nobody named": ModelCase(ReadsEnds, make_batch, vector_loss, None),  # type: ignore[arg-type]
 }
 
 
@@ -197,31 +199,18 @@ def test_trains_as_one_process(run_ranks: RunRanks, name: str, num_ranks: int, s
     check_strategies(run_ranks, num_ranks, Scenario(two_microbatches, CASES[name], sgd), [setting])
 
 
-def part(tensor: Tensor) -> Tensor:
-    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-
-
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_what_summed_gradients_mean_for_a_number_is_not_guessed(strategy: int) -> None:
     with fixed_seed(0):
-        reference = Layers()
-    model = fully_shard_model(
-        copy.deepcopy(reference),
-        fsdp_unit_modules=[nn.Linear],
-        zero_dp_strategy=strategy,
-        calculate_per_token_loss=True,
-    )
+        reference = Linears()
+    model, _ = shard(CASES["global penalty"], sgd, zero_dp_strategy=strategy, calculate_per_token_loss=True)
     batch = make_batch(12, torch.Generator().manual_seed(0))
     own = batch.part(dist.get_rank(), 2)
     globally_penalised_loss(reference, batch).backward()
     mine = vector_loss(model, own) / 2
     (mine + 0.1 * sum((param**2).sum() for param in model.parameters())).backward()
-    assert_equal_tensors(model.full_gradients(), gradients_of(reference), atol=1e-6)
+    assert_equal_tensors(gradients(model), gradients(reference), atol=1e-6)
     with pytest.raises(ShardOperationError, match="ranks have different gradients for a number or a whole tensor"):
         (vector_loss(model, own) * model.module.layers[0].weight.norm()).backward()
 
@@ -229,10 +218,8 @@ def test_what_summed_gradients_mean_for_a_number_is_not_guessed(strategy: int) -
 @pytest.mark.unmerged
 @on_ranks(2)
 def test_ranks_that_call_different_units_are_found() -> None:
-    model = wrap_layers(1)[0]
-    layers = model.module.layers
-    del layers[2 + dist.get_rank() :]
-    del layers[1 : 1 + dist.get_rank()]
+    model = wrapped(1)
+    model.module.order = (0, 1 + dist.get_rank())
     message = refusal(lambda: model(X).sum().backward())
     assert message.startswith("ranks gathered or reduced different units")
 
@@ -240,9 +227,8 @@ def test_ranks_that_call_different_units_are_found() -> None:
 X = torch.ones(2, WIDTH)
 
 
-def wrap_layers(strategy: int = 3, build: type[Layers] = Layers) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    with fixed_seed(0):
-        return shard(build(), sgd, fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy)
+def wrapped(strategy: int = 3, build: Callable[[], nn.Module] = Linears) -> Any:
+    return shard(linear_case(build), sgd, zero_dp_strategy=strategy)[0]
 
 
 def call_with_other_weights(model: MegatronFSDP) -> None:
@@ -274,7 +260,7 @@ def write_in_forward(model: MegatronFSDP) -> None:
 REFUSALS: dict[str, tuple[Any, ...]] = {
     "other weights": (
         call_with_other_weights,
-        "weight of a Linear in unit layers.0 is not the sharded parameter any more",
+        "weight of a Linear in unit first is not the sharded parameter any more",
     ),
     "data replaced": (replace_data, "the data of layers.2.weight was replaced after the model was sharded"),
     "parametrized": (
@@ -295,7 +281,7 @@ REFUSALS: dict[str, tuple[Any, ...]] = {
         lambda model: model(X.clone().requires_grad_()).sum().backward(),
         "the backward of unit layers.0 runs on another thread than that of earlier units",
         3,
-        Threaded,
+        partial(Threaded, unit=partial(nn.Linear, WIDTH, WIDTH)),
     ),
     "deep copy": (copy.deepcopy, "a sharded model cannot be deep-copied"),
     "pickle": (lambda model: torch.save(model, io.BytesIO()), "a sharded model cannot be pickled"),
@@ -336,7 +322,7 @@ def in_place(module: nn.Module) -> None:
 @on_ranks(2)
 def test_what_cannot_work_is_refused_in_words() -> None:
     for use, words, *how in REFUSALS.values():
-        model = wrap_layers(*how)[0]
+        model = wrapped(*how)
         assert words in refusal(use, model)
 
 
@@ -352,9 +338,9 @@ def test_complex_weights_and_sparse_gradients_are_right() -> None:
     module, ids = copy.deepcopy(reference), torch.arange(6)
     module.forward = lambda ids: forward(module, ids)
     model = fully_shard_model(module)
-    model(part(ids)).mean().backward()
+    model(own_part(ids)).mean().backward()
     forward(reference, ids).mean().backward()
-    found, wanted = model.full_gradients(), gradients_of(reference)
+    found, wanted = gradients(model), gradients(reference)
     table = found["table.weight"]
     assert torch.allclose(table.to_dense() if table.is_sparse else table, wanted["table.weight"].to_dense(), atol=1e-6)
     assert torch.allclose(found["phase.weight"], wanted["phase.weight"], atol=1e-6)
@@ -389,17 +375,13 @@ def test_a_model_wrapped_in_inference_mode_trains_outside(strategy: int, is_buil
 # ---- weights of modules that were not called yet -------------------------------------------------------------------
 
 
-class ReadsAhead(nn.Module):
+class ReadsAhead(Between):
     """Reads dtype and value of weights of other units before and after their modules are called."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
-        x = self.body(x.to(next(self.parameters()).dtype)).float().type_as(self.head.weight)
-        penalty = self.head.weight.square().sum() + self.body.bias.sum()
-        return self.head(x).sum() + penalty.to(self.body.weight.dtype)
+        x = self.first(x.to(next(self.parameters()).dtype)).float().type_as(self.last.weight)
+        penalty = self.last.weight.square().sum() + self.first.bias.sum()
+        return self.last(x).sum() + penalty.to(self.first.weight.dtype)
 
 
 @pytest.mark.parametrize("strategy", [1, 3])
@@ -408,46 +390,13 @@ def test_weights_of_other_units_have_the_compute_dtype_inside_a_forward(strategy
     with fixed_seed(0):
         alone = ReadsAhead().bfloat16()
     model = fully_shard_model(copy.deepcopy(alone), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy)
-    for found, expected in ((model(X), alone(X)),):
-        assert found.dtype == expected.dtype
-        torch.testing.assert_close(found, expected)
-        found.backward()
-        expected.backward()
+    found, expected = model(X), alone(X)
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    expected.backward()
     assert {param.dtype for param in model.parameters()} == {torch.float32}
-    gradients = model.full_gradients()
-    for name, param in alone.named_parameters():
-        assert param.grad is not None
-        torch.testing.assert_close(gradients[name], param.grad.float(), rtol=0.02, atol=0.02)
+    wanted = {name: grad.float() for name, grad in gradients(alone).items()}
+    assert wanted.keys() == dict(alone.named_parameters()).keys()
+    assert_equal_tensors(gradients(model), wanted, rtol=0.02, atol=0.02)
     with pytest.raises(ConfigurationError, match="is not the sharded parameter any more"):
-        torch.func.functional_call(model.module, {"head.weight": torch.zeros(WIDTH, WIDTH)}, X)
-
-
-class ReadsEnds(Layers):
-    """Multiplies by weights of modules beside the blocks without calling these, in forward and in a method of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scores(super().forward(self.first(x)) @ self.first.weight)
-
-    def scores(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.head.weight, self.head.bias)
-
-
-@on_ranks(2)
-def test_a_model_whose_forward_reads_modules_trains_without_naming_units() -> None:
-    with fixed_seed(0):
-        alone = ReadsEnds()
-    optimizer = sgd(alone)
-    model, sharded = shard(copy.deepcopy(alone), sgd)
-    for step in range(3):
-        batch = make_batch(12, torch.Generator().manual_seed(step))
-        vector_loss(alone, batch).backward()
-        vector_loss(model, batch.part(dist.get_rank(), 2)).backward()
-        assert_equal_tensors(model.full_gradients(), gradients_of(alone), atol=1e-6)
-        for each in (optimizer, sharded):
-            each.step()
-            each.zero_grad()
-    assert_equal_tensors(model.full_parameters(), dict(alone.named_parameters()), atol=1e-6)
+        torch.func.functional_call(model.module, {"last.weight": torch.zeros(WIDTH, WIDTH)}, X)

@@ -10,12 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from megatron_fsdp import fully_shard, fully_shard_model
+from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ConfigurationError, ShardOperationError
+from tests.conftest import RunRanks
+from tests.support.case import STRATEGIES, Scenario, Setting, check_strategies, each_half, three_steps
 from tests.support.on_ranks import fixed_seed, on_ranks, refusal
 from tests.support.optimizer_reference import flat, hybrid
+from tests.support.zoo import FEATURES as WIDTH
+from tests.support.zoo import ModelCase, make_batch, vector_loss
 
-WIDTH = 6
 X = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
 
 Params = Sequence[Any]
@@ -157,29 +160,11 @@ class Adapted(nn.Module):
 
 
 def adapted() -> nn.Module:
-    with fixed_seed(1):
-        return nn.Sequential(Adapted(), Adapted())
+    return nn.Sequential(Adapted(), Adapted())
 
 
-def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    found = []
-    for _ in range(3):
-        loss = model(X).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach())
-    return found
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.5)
-
-
-@pytest.mark.full(short=["3"])
-@pytest.mark.parametrize("strategy", range(4))
-@on_ranks(2)
-def test_a_forward_that_sets_weights_to_themselves_trains(strategy: int) -> None:
-    plain, module = adapted(), adapted()
-    model, optimizer = fully_shard(module, sgd(module), fsdp_unit_modules=[Adapted], **flat(strategy))
-    torch.testing.assert_close(losses(model, optimizer), losses(plain, sgd(plain)))
+@each_half(STRATEGIES)
+def test_a_forward_that_sets_weights_to_themselves_trains(run_ranks: RunRanks, settings: tuple[Setting, ...]) -> None:
+    check_strategies(
+        run_ranks, 2, Scenario(three_steps, ModelCase(adapted, make_batch, vector_loss, (Adapted,))), settings
+    )

@@ -6,39 +6,29 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.formats import delayed_linear
 from megatron_fsdp.formats.delayed_linear import DelayedLinear, delayed_weight_gradients
-from tests.support.on_ranks import on_ranks
+from tests.support.case import Tolerance, assert_values
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks
+from tests.support.zoo import FEATURES, Layer, Recomputed
 
-WIDTH = 8
 Play = Callable[[nn.Module, Tensor], Tensor]
 
 
-class Pair(nn.Module):
-    """A unit of two linears: three parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-def build(dtype: torch.dtype) -> nn.Module:
-    """Two pairs: four weights that can be delayed, and two biases."""
-    torch.manual_seed(0)
-    return nn.Sequential(Pair(), Pair()).to(dtype)
+def build(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Two layers: four weights that can be delayed, and four biases."""
+    with fixed_seed(0):
+        return nn.Sequential(Layer(), Layer()).to(dtype)
 
 
 def backward(model: nn.Module, tensor: Tensor) -> Tensor:
@@ -121,12 +111,12 @@ def watched(model: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def wrap(model: nn.Module, delayed: bool = True, strategy: str | None = "optim_grads_params") -> Any:
-    """Shard a model in units, its pairs if there are any; without a strategy in buckets."""
+    """Shard a model in units, its layers if there are any; without a strategy in buckets."""
     config = DistributedDataParallelConfig(delay_wgrad_compute=delayed, megatron_fsdp_main_params_dtype=None)
     if strategy is None:
         return DistributedDataParallel(config, model)
     config.use_megatron_fsdp, config.data_parallel_sharding_strategy = True, strategy
-    classes = [Pair] if any(isinstance(inner, Pair) for inner in model.modules()) else []
+    classes = [Layer] if any(isinstance(inner, Layer) for inner in model.modules()) else []
     return DistributedDataParallel(config, model, fsdp_unit_modules=classes)
 
 
@@ -135,7 +125,6 @@ class Seen:
 
     def __init__(self, model: Any, play: Play, tensor: Tensor) -> None:
         self.events: list[str] = []
-        self.grads: dict[str, Tensor | None] = {}
         put, compute = delayed_linear.WeightGradientQueue.put, delayed_linear._Product.compute
 
         def watched_put(*args: Any) -> bool:
@@ -152,25 +141,19 @@ class Seen:
             mock.patch.object(delayed_linear.WeightGradientQueue, "put", watched_put),
             mock.patch.object(delayed_linear._Product, "compute", watched_compute),
         ):
-            self.output = play(model, tensor).detach()
+            output = play(model, tensor).detach()
         model.finish_grad_sync()
-        self.grads.update({name: None if g is None else g.clone() for name, g in model.full_gradients().items()})
-        self.grads["input"] = tensor.grad
+        self.values = {**model.full_gradients(), "input": tensor.grad, "output": output}
 
 
 def compare(
     make: Callable[[], nn.Module], play: Play = backward, tensor: Tensor | None = None, strategy: str | None = None
 ) -> list[str]:
     """Run a model with and without delay, and compare all bits; returns the events of the former."""
-    drawn = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)) if tensor is None else tensor
+    drawn = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(1)) if tensor is None else tensor
     off, on = (Seen(wrap(make(), delayed, strategy), play, drawn.clone().requires_grad_()) for delayed in (False, True))
     assert off.events == ["input gradient"] * len(off.events)
-    assert torch.equal(off.output, on.output)
-    assert off.grads.keys() == on.grads.keys()
-    for name, want in off.grads.items():
-        got = on.grads[name]
-        assert (got is None) == (want is None), name
-        assert got is None or torch.equal(got, want), name  # type: ignore[arg-type]
+    assert_values(on.values, off.values, Tolerance())
     return on.events
 
 
@@ -193,16 +176,16 @@ def of_parts(model: nn.Module, tensor: Tensor) -> Tensor:
 
 PLAYS: dict[str, tuple[Play, int, Tensor | None]] = {
     "matrix": (backward, 4, None),
-    "three dimensions": (backward, 4, torch.ones(2, 3, WIDTH)),
-    "vector": (backward, 0, torch.ones(WIDTH)),
-    "no rows": (backward, 4, torch.ones(0, WIDTH)),
-    "bfloat16": (backward, 4, torch.ones(4, WIDTH, dtype=torch.bfloat16)),
+    "three dimensions": (backward, 4, torch.ones(2, 3, FEATURES)),
+    "vector": (backward, 0, torch.ones(FEATURES)),
+    "no rows": (backward, 4, torch.ones(0, FEATURES)),
+    "bfloat16": (backward, 4, torch.ones(4, FEATURES, dtype=torch.bfloat16)),
     "deferred": (twice_deferred, 8, None),
     "retained": (retained, 8, None),
     "input without gradient": (without_input_gradient, 4, None),
     "forward in autocast": (forward_in_autocast, 4, None),
     "all in autocast": (in_autocast, 4, None),
-    "float64 in autocast": (in_autocast, 4, torch.ones(4, WIDTH, dtype=torch.float64)),
+    "float64 in autocast": (in_autocast, 4, torch.ones(4, FEATURES, dtype=torch.float64)),
     "gradient of the input": (autograd_of_the_input, 0, None),
     "backward to the input": (backward_to_the_input, 0, None),
     "gradient of a weight": (autograd_of_a_weight, 4, None),
@@ -215,36 +198,24 @@ def test_bits_are_those_of_gradients_at_once() -> None:
     for strategy in (None, "optim", "optim_grads_params"):
         for name, (play, count, tensor) in PLAYS.items():
             dtype = torch.float32 if tensor is None else tensor.dtype
-            events = compare(lambda dtype=dtype: build(dtype), play, tensor, strategy)  # type: ignore[misc]
+            events = compare(partial(build, dtype), play, tensor, strategy)
             assert events.count("delayed") == events.count("computed") == count, f"{name}, {strategy}"
     for strategy in (None, "optim"):  # where the weights of a unit are there without its backward
-        assert compare(partial_build, of_parts, None, strategy).count("computed") == 2
-    assert "delayed" not in compare(partial_build, twice_differentiated, None, "optim")
+        assert compare(build, of_parts, None, strategy).count("computed") == 2
+    assert "delayed" not in compare(build, twice_differentiated, None, "optim")
 
 
-def partial_build() -> nn.Module:
-    return build(torch.float32)
-
-
-class Checkpointed(nn.Module):
-    """Two blocks that are computed again in backward."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.blocks, self.reentrant = build(torch.float32), reentrant
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        for block in self.blocks:  # type: ignore[attr-defined]
-            tensor = checkpoint(block, tensor, use_reentrant=self.reentrant)  # type: ignore[assignment]
-        return tensor
+def recomputed(reentrant: bool) -> nn.Module:
+    with fixed_seed(0):
+        return Recomputed("units", reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @on_ranks(2)
 def test_recomputed_blocks_delay_to_the_end_of_the_whole_backward(reentrant: bool) -> None:
     for strategy in (None, "optim_grads_params"):
-        events = compare(lambda: Checkpointed(reentrant), strategy=strategy)
-        assert events == [*["delayed"] * 4, "input gradient", *["computed"] * 4]
+        events = compare(lambda: recomputed(reentrant), strategy=strategy)
+        assert events == [*["delayed"] * 10, "input gradient", *["computed"] * 10]
 
 
 class Shared(nn.Module):
@@ -255,8 +226,8 @@ class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.one, self.other, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6)
-        self.embedding, self.last = nn.Embedding(6, WIDTH), nn.Linear(6, WIDTH)
+        self.one, self.other, self.head, self.last = (nn.Linear(FEATURES, FEATURES) for _ in range(4))
+        self.embedding = nn.Embedding(FEATURES, FEATURES)
         self.other.weight, self.head.weight = self.one.weight, self.embedding.weight
 
     def forward(self, tensor: Tensor) -> Tensor:
@@ -300,7 +271,7 @@ def test_what_has_no_effect_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"no effect on this Sequential, which has no plain nn\.Linear"):
         wrap(nn.Sequential(_OwnLinear(5, 5)))
     with pytest.raises(ConfigurationError, match="backward_dw was called with delay_wgrad_compute=False, where no"):
-        wrap(build(torch.float32), delayed=False).backward_dw()
+        wrap(build(), delayed=False).backward_dw()
 
 
 @pytest.mark.parametrize("strategy", [None, "optim_grads_params"])
@@ -311,12 +282,12 @@ def test_weight_gradients_are_computed_earlier_on_demand(strategy: str | None) -
             tensor.register_hook(lambda _grad: model.backward_dw())
         return backward(model, tensor * 1)
 
-    assert compare(partial_build, play, None, strategy)[-5:] == ["input gradient", *["computed"] * 4]
+    assert compare(build, play, None, strategy)[-5:] == ["input gradient", *["computed"] * 4]
 
 
 @on_ranks(1)
 def test_what_was_changed_in_place_while_a_gradient_waits_is_noticed_and_a_failed_backward_leaves_nothing() -> None:
-    model = wrap(build(torch.float32))
+    model = wrap(build())
     inputs: list[weakref.ref[Tensor]] = []
 
     def spoil(_module: nn.Module, args: tuple[Tensor]) -> None:
@@ -327,17 +298,16 @@ def test_what_was_changed_in_place_while_a_gradient_waits_is_noticed_and_a_faile
 
     handle = model.module[0].up.register_forward_pre_hook(spoil)
     with pytest.raises(ScheduleError, match="was modified by an in-place operation while its weight gradient waited"):
-        backward(model, torch.ones(4, WIDTH, requires_grad=True) * 1)
+        backward(model, torch.ones(4, FEATURES, requires_grad=True) * 1)
     handle.remove()
     model.reset()
     gc.collect()
     assert inputs[0]() is None
     model.zero_grad()
-    backward(model, torch.ones(4, WIDTH))
-    expected = wrap(build(torch.float32), delayed=False)
-    backward(expected, torch.ones(4, WIDTH))
-    for name, grad in expected.full_gradients().items():
-        assert torch.equal(grad, model.full_gradients()[name])
+    backward(model, torch.ones(4, FEATURES))
+    expected = wrap(build(), delayed=False)
+    backward(expected, torch.ones(4, FEATURES))
+    assert_equal_tensors(model.full_gradients(), expected.full_gradients())
 
 
 @pytest.mark.gpu
@@ -353,4 +323,4 @@ def test_linears_on_a_stream_of_their_own() -> None:
         loss.backward()
         return output
 
-    assert compare(lambda: partial_build().cuda(), play, torch.ones(64, WIDTH, device="cuda")).count("computed") == 4
+    assert compare(lambda: build().cuda(), play, torch.ones(64, FEATURES, device="cuda")).count("computed") == 4

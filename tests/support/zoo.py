@@ -352,8 +352,8 @@ class Recomputed(Ordered):
     `where`: each unit by itself, the inside of each unit, two units at a time, or all layers in one piece.
     """
 
-    def __init__(self, where: Where, reentrant: bool) -> None:
-        super().__init__()
+    def __init__(self, where: Where, reentrant: bool, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
         self.width = {"units": 1, "inside": 0, "pairs": 2, "all": 4}[where]
         self.checkpoint = partial(checkpoint, use_reentrant=reentrant)
         if where == "inside":
@@ -364,13 +364,13 @@ class Recomputed(Ordered):
     def middle(self, x: Tensor) -> Tensor:
         if not self.width:
             return super().middle(x)
-        for start in range(0, len(self.layers), self.width):
-            x = self.checkpoint(self.piece, x, start, start + self.width)
+        for start in range(0, len(self.order), self.width):
+            x = self.checkpoint(self.piece, x, self.order[start : start + self.width])
         return x
 
-    def piece(self, x: Tensor, start: int, stop: int) -> Tensor:
-        for layer in self.layers[start:stop]:
-            x = layer(x)
+    def piece(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for index in order:
+            x = self.layers[index](x)
         return x
 
 
@@ -543,8 +543,10 @@ class SideLoss(Layer):
 class Penalised(Ordered):
     """Units whose side losses are added up at the end."""
 
-    def __init__(self) -> None:
-        super().__init__(unit=SideLoss)
+    def __init__(
+        self, order: tuple[int, ...] = (0, 1, 2, 3), layers: int = 4, unit: Callable[[], nn.Module] = SideLoss
+    ) -> None:
+        super().__init__(order, layers, unit)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + sum(layer.penalty for layer in self.layers)  # type: ignore[misc]
@@ -768,3 +770,23 @@ TOWER = ModelCase(Tower, partial(make_vector_batch, features=(TOWER_FEATURES,) *
 def tower_loss(model: nn.Module, x: Tensor) -> Tensor:
     output: Tensor = model(x)
     return output.float().square().mean()
+
+
+def _build_tower(tower: type[Tower], hidden: tuple[int, ...], dtype: torch.dtype) -> Tower:
+    return tower(hidden).to(dtype)
+
+
+def tower_case(hidden: tuple[int, ...], dtype: torch.dtype = torch.float32, tower: type[Tower] = Tower) -> ModelCase:
+    """Floors of these widths between vectors, in this dtype."""
+    make_batch = partial(make_vector_batch, dtype=dtype, features=(TOWER_FEATURES, TOWER_FEATURES))
+    return ModelCase(partial(_build_tower, tower, hidden, dtype), make_batch, vector_loss, (Floor,))
+
+
+def tower_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, microbatches: int = 1) -> Tensor:
+    """Backwards of some microbatches, and a step whose gradients are cleared; returns the last loss."""
+    for _ in range(microbatches):
+        loss = tower_loss(model, x)
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()

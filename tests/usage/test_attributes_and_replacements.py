@@ -1,14 +1,16 @@
 """Losses that units leave in attributes, modules that join after sharding, and modules that are called on their own."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_fsdp import MegatronFSDP, fully_shard_model
+from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.utils import (
     get_mcore_tensor_parallel_partition_dim,
@@ -17,11 +19,9 @@ from megatron_fsdp.utils import (
 )
 from tests.conftest import RunRanks
 from tests.support import api_net
-from tests.support.case import Run, Scenario, Setting, check_strategies, each_half
-from tests.support.on_ranks import assert_equal_tensors, on_ranks, refusal
+from tests.support.case import STRATEGIES, Scenario, Setting, check_strategies, each_half, shard, train_and_accumulate
+from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, refusal
 from tests.support.zoo import FEATURES, Layer, Ordered, Penalised, SideLoss, vector_case
-
-ALL = tuple(Setting(strategy) for strategy in range(4))
 
 
 class DeepSideLoss(SideLoss):
@@ -44,10 +44,6 @@ class DeepSideLoss(SideLoss):
 class Deep(Penalised):
     """Adds up what the units left behind before it uses their results."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(DeepSideLoss() for _ in range(5))
-
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
@@ -55,16 +51,10 @@ class Deep(Penalised):
         return self.last(x) + side
 
 
-def train(run: Run) -> None:
-    run.train(0, 1, 2)
-    with run.no_sync():
-        run.loss(3).backward()
-    run.train(4)
-
-
-@each_half(ALL)
+@each_half(STRATEGIES)
 def test_losses_left_in_attributes_are_trained(run_ranks: RunRanks, settings: tuple[Setting, ...]) -> None:
-    check_strategies(run_ranks, 2, Scenario(train, vector_case(Deep)), settings)
+    case = vector_case(partial(Deep, (0, 1, 2, 3, 4), 5, unit=DeepSideLoss))
+    check_strategies(run_ranks, 2, Scenario(train_and_accumulate, case), settings)
 
 
 # ---- modules that come later ----------------------------------------------------------------------------------------
@@ -101,40 +91,26 @@ def test_wrappers_frozen_parts_and_modules_without_parameters_are_let_through() 
 # ---- modules inside that are called on their own ---------------------------------------------------------------------
 
 
-class Outer(nn.Module):
-    """Hides the network one level further down, as adapters do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = api_net.build()
-        self.extra = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.extra(self.inner(x))
-
-
 X = torch.linspace(-1, 1, 20).view(4, 5)
 
 
 @pytest.mark.parametrize("strategy", [1, 3])
 @on_ranks(2)
 def test_inner_modules_compute_and_train_on_their_own(strategy: int) -> None:
-    torch.manual_seed(0)
-    plain = Outer()
+    """The network is one level further down, as below adapters."""
+    with fixed_seed(0):
+        plain: Any = nn.Sequential(api_net.build(), nn.Linear(3, 3))
     module = copy.deepcopy(plain)
     model = fully_shard_model(module, fsdp_unit_modules=[api_net.Layer], zero_dp_strategy=strategy)
     for _ in range(2):
         with torch.no_grad():
-            assert torch.allclose(module.inner(X), plain.inner(X), atol=1e-6)
-            assert torch.allclose(module.inner.head(X), plain.inner.head(X), atol=1e-6)
+            assert torch.allclose(module[0](X), plain[0](X), atol=1e-6)
+            assert torch.allclose(module[0].head(X), plain[0].head(X), atol=1e-6)
         assert torch.allclose(model(X), plain(X), atol=1e-6)
     for each in (plain, module):
-        each.inner(X).square().sum().backward()
-    gradients = model.full_gradients()
-    assert gradients["extra.weight"] is None
-    found = {name: grad for name, grad in gradients.items() if grad is not None}
-    wanted = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
-    assert_equal_tensors(found, wanted, atol=1e-6)
+        each[0](X).square().sum().backward()
+    assert model.full_gradients()["1.weight"] is None
+    assert_equal_tensors(api_net.gradients(model), api_net.gradients(plain), atol=1e-6)
 
 
 @on_ranks(2)
@@ -170,14 +146,9 @@ def test_tensor_parallel_marks_are_read(marks: dict[str, object], dim: int | Non
     assert is_mcore_tensor_parallel_duplicated(param) != split
 
 
-def _model() -> MegatronFSDP:
-    torch.manual_seed(0)
-    return fully_shard_model(Ordered(), fsdp_unit_modules=[Layer])
-
-
 @on_ranks(2)
 def test_buffers_and_pipelines_do_what_they_say() -> None:
-    model = _model()
+    model, _ = shard(vector_case(Ordered))
     layer = list(model.module.layers[0].parameters())  # type: ignore[index, union-attr]
     buffer, gathers, reductions = model.param_and_grad_buffer, model.all_gather_pipeline, model.grad_reduce_pipeline
     before = model.traffic()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.conftest import RunRanks
-from tests.support.case import Run, Scenario, Setting, Tolerance, check_strategies
+from tests.support.case import STRATEGIES, Run, Scenario, Setting, Tolerance, check_strategies
 from tests.support.on_ranks import fixed_seed, on_ranks
 from tests.support.zoo import Batch, ModelCase
 
@@ -21,7 +21,6 @@ transformers = pytest.importorskip("transformers")
 
 from tests.support.language_models import config_of  # noqa: E402
 
-ALL = tuple(Setting(strategy) for strategy in range(4))
 SHARDED = (Setting(3), Setting(2))
 CLOSE = Tolerance(rtol=1e-5, atol=2e-6)
 VOCABULARY = 40
@@ -82,7 +81,7 @@ CASES = {"llama": _case(build_llama, 0), "gpt2, tied": _case(build_gpt2, 1)}
 @pytest.mark.full(short=["gpt2, tied-2"])
 @pytest.mark.parametrize(("name", "num_ranks"), [("llama", 1), ("gpt2, tied", 2)])
 def test_models_train_as_on_one_process(run_ranks: RunRanks, name: str, num_ranks: int) -> None:
-    check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, CASES[name]), ALL[::3], CLOSE)
+    check_strategies(run_ranks, num_ranks, Scenario(train_and_evaluate, CASES[name]), STRATEGIES[::3], CLOSE)
 
 
 @pytest.mark.full(short=["not reentrant"])

@@ -7,11 +7,11 @@ from torch import nn
 from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.conftest import RunRanks
-from tests.support.case import Run, Scenario, Setting, check_strategies
+from tests.support.case import STRATEGIES as ALL
+from tests.support.case import Run, Scenario, check_strategies
 from tests.support.on_ranks import on_ranks
 from tests.support.zoo import Experts, Layer, Nested, Ordered, let_take_part, vector_case
 
-ALL = tuple(Setting(strategy) for strategy in range(4))
 EXPERTS = vector_case(Experts)
 
 
@@ -55,14 +55,10 @@ def last_rank_runs_dry(run: Run) -> None:
         run.step()
 
 
-def _ordered() -> Ordered:
-    return Ordered((0, 1, 2, 3))
-
-
 @pytest.mark.full(short=["Nested-2"])
-@pytest.mark.parametrize(("build", "num_ranks"), [(_ordered, 4), (Nested, 2)])
+@pytest.mark.parametrize(("build", "num_ranks"), [(Ordered, 4), (Nested, 2)])
 def test_a_rank_without_a_batch_counts_as_zeros(run_ranks: RunRanks, num_ranks: int, build: type[nn.Module]) -> None:
-    settings = ALL if build is _ordered else ALL[:3]  # the helper of Nested is used twice, which no registration tells
+    settings = ALL if build is Ordered else ALL[:3]  # the helper of Nested is used twice, which no registration tells
     check_strategies(run_ranks, num_ranks, Scenario(last_rank_runs_dry, vector_case(build)), settings)
 
 
@@ -80,13 +76,7 @@ def other_order(run: Run) -> None:
 
 
 def test_the_order_of_a_whole_forward_can_be_told(run_ranks: RunRanks) -> None:
-    check_strategies(run_ranks, 3, Scenario(other_order, vector_case(_ordered)), ALL[1::2])
-
-
-def frozen_but_one(run: Run) -> None:
-    """A frozen expert passes gradients on to what lies before it, and is gathered for that."""
-    let_take_part(run.model)
-    run.train(0, 1)
+    check_strategies(run_ranks, 3, Scenario(other_order, vector_case(Ordered)), ALL[1::2])
 
 
 def _build_frozen() -> Experts:
@@ -96,8 +86,8 @@ def _build_frozen() -> Experts:
 
 
 def test_frozen_units_that_some_ranks_skip(run_ranks: RunRanks) -> None:
-    case = vector_case(_build_frozen)
-    check_strategies(run_ranks, 2, Scenario(frozen_but_one, case), ALL[::3])
+    """A frozen expert passes gradients on to what lies before it, and is gathered for that."""
+    check_strategies(run_ranks, 2, Scenario(train_experts, vector_case(_build_frozen)), ALL[::3])
 
 
 @on_ranks(2)
