@@ -6,16 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import fully_shard
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.engine.memory import Block, BlockPool, CommunicationPool
 from megatron_fsdp.engine.memory_plan import Use, prefetch_depth
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
+from tests.engine.test_memory_bytes import peak_of_backward, peak_of_unsharded
 from tests.support.arrangements import mesh_of
-from tests.support.case import Run, Scenario, Setting, check_strategies
-from tests.support.counting import LiveBytes, held_bytes
+from tests.support.case import Run, Scenario, Setting, check_strategies, shard
+from tests.support.counting import held_bytes
 from tests.support.formulas import (
     exchange_scratch_bytes,
     footprints_of,
@@ -25,7 +26,7 @@ from tests.support.formulas import (
     transient_bytes,
 )
 from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.zoo import TOWER_FEATURES, Floor, Ordered, Tower, tower_loss, vector_case
+from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_case, tower_loss
 
 pytestmark = pytest.mark.unmerged
 
@@ -55,21 +56,13 @@ TAKEN_AT_WRAP = {
 X = torch.ones(2, TOWER_FEATURES)
 
 
-def peak_of(model: torch.nn.Module) -> int:
-    with LiveBytes() as live:
-        tower_loss(model, X).backward()
-    return live.peak_bytes
-
-
 @pytest.mark.parametrize(
     ("allocator", "units"), CASES, ids=lambda value: value.name.lower() if isinstance(value, WeightAllocator) else None
 )
 @on_ranks(2)
 def test_bytes_and_traffic_are_those_of_the_formulas(allocator: WeightAllocator, units: int) -> None:
     alone, mesh = Tower(WIDTHS), mesh_of((2,), ("dp",))
-    for param in alone.parameters():
-        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-    unsharded_bytes = peak_of(alone)
+    unsharded_bytes = peak_of_unsharded(alone, X)
     del alone
     before = held_bytes()
     options = CHOICES[allocator] | ({"max_gathered_units": units} if units > 2 else {})
@@ -86,7 +79,7 @@ def test_bytes_and_traffic_are_those_of_the_formulas(allocator: WeightAllocator,
         start = model.traffic()
         for _ in range(microbatches - 1):
             tower_loss(model, X).backward()
-        peak = peak_of(model)
+        peak = peak_of_backward(model, X)
         if position == 0:  # nothing foretold that the step would end here
             after_backward = model.memory().gathered_bytes
         optimizer.step()
@@ -143,30 +136,16 @@ SETTINGS = [
 ]
 
 
-class Uneven(Ordered):
-    """Four layers, of which one is wider than the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1].up = torch.nn.Linear(6, 15)  # type: ignore[union-attr]
-        self.layers[1].down = torch.nn.Linear(15, 6)  # type: ignore[union-attr]
-
-
 def test_every_allocator_and_limit_equals_one_process(run_ranks: RunRanks) -> None:
-    check_strategies(run_ranks, 2, Scenario(train_and_evaluate, vector_case(Uneven)), SETTINGS)
+    check_strategies(run_ranks, 2, Scenario(train_and_evaluate, tower_case(WIDTHS)), SETTINGS)
 
 
 # ---- several models, one rank ----------------------------------------------------------------------------------------
 
 
-def wrapped_tower(**options: Any) -> MegatronFSDP:
-    model = Tower(WIDTHS)
-    return fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), fsdp_unit_modules=[Floor], **options)[0]
-
-
 @on_ranks(2)
 def test_released_weights_can_neither_be_read_nor_differentiated() -> None:
-    model = wrapped_tower(weight_allocator="resize")
+    model, _ = shard(tower_case(WIDTHS), weight_allocator="resize")
     weight = model.raw_param["floors.0.up.weight"]
     saved = []
     model.module.floors[0].register_forward_hook(lambda _module, _args, _out: saved.append((weight * weight).sum()))

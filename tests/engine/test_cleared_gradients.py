@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP
+from tests.support.case import adamw_above_noise, shard
 from tests.support.on_ranks import engine_of, local_of, on_ranks
-from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
+from tests.support.zoo import TOWER_FEATURES, Tower, tower_case, tower_loss
 
 WIDTHS = (8, 16, 8)
 X = torch.ones(2, TOWER_FEATURES)
@@ -23,9 +24,7 @@ def gradient_bytes(model: MegatronFSDP) -> int:
 
 
 def wrap(**options: object) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = Tower(WIDTHS)
-    return fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[Floor], **options)
+    return shard(tower_case(WIDTHS), adamw_above_noise, **options)
 
 
 def backward(model: nn.Module) -> None:

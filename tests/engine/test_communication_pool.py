@@ -12,17 +12,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
 from megatron_fsdp.comm.axis import Axis
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.engine.memory_plan import Use
 from megatron_fsdp.errors import ConfigurationError
 from tests.support.arrangements import hybrid_arguments
+from tests.support.case import shard
 from tests.support.counting import LiveBytes, held_bytes
-from tests.support.on_ranks import engine_of, first_rank_warns, on_ranks, refusal, same_on_ranks
+from tests.support.on_ranks import engine_of, first_rank_warns, fixed_seed, on_ranks, refusal, same_on_ranks
 from tests.support.zoo import TOWER_FEATURES, Floor, Tower
 
 pytestmark = pytest.mark.unmerged
@@ -31,22 +31,12 @@ MIXED = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=t
 TAKEN = r"bytes of communication memory are taken once and keep their addresses, but nothing is registered, since"
 
 
-def build(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A model in which two units fit no slot of the others."""
-    torch.manual_seed(1)
-    return Tower((16, 16, 40, 16, 24, 16)).to(dtype)
-
-
 def wrap(dtype: torch.dtype = torch.float32, **given: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    with warnings.catch_warnings():
+    """A model in which two units fit no slot of the others."""
+    with warnings.catch_warnings(), fixed_seed(1):
         warnings.filterwarnings("ignore", "nccl_ub: .* nothing is registered")
-        return shard(dtype, **given)
-
-
-def shard(dtype: torch.dtype = torch.float32, **given: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    model = build(dtype)
-    given = {"fsdp_unit_modules": [Floor], "nccl_ub": True, **given}
-    return fully_shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
+        options = {"fsdp_unit_modules": [Floor], "nccl_ub": True, **given}
+        return shard(Tower((16, 16, 40, 16, 24, 16)).to(dtype), **options)
 
 
 def train(
@@ -106,6 +96,18 @@ def recorded(model: MegatronFSDP) -> Iterator[list[Collective]]:
         yield found
 
 
+def assert_steps_alike(model: MegatronFSDP, step: Callable[[int], None]) -> None:
+    """Assert that steps behind the first one have the same collectives, on the same memory, alike on all ranks."""
+    traces = []
+    for seed in range(4):
+        with recorded(model) as trace:
+            step(seed)
+        traces.append(trace)
+    assert len(traces[1]) >= 7
+    assert traces[1] == traces[2] == traces[3]
+    same_on_ranks([(name, places) for name, _, places in traces[1]])
+
+
 def is_part(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor.nbytes < other.nbytes and 0 <= tensor.data_ptr() - other.data_ptr() < other.nbytes
 
@@ -122,26 +124,15 @@ def place_of(model: MegatronFSDP, tensor: torch.Tensor) -> tuple[Use, int, int, 
     raise AssertionError(f"{tensor.nbytes} bytes lie in no block of the {pool.plan.num_bytes} bytes taken")
 
 
-def case(name: str) -> Any:
-    return pytest.param(name, CASES[name][0], id=name)
-
-
 @pytest.mark.full(short=["zero-1", "deferred", "max pool", "hsdp", "hfsdp mixed"])
-@pytest.mark.parametrize(("name", "num_ranks"), [case(name) for name in CASES])
+@pytest.mark.parametrize(("name", "num_ranks"), [pytest.param(name, CASES[name][0], id=name) for name in CASES])
 @on_ranks()
 def test_every_step_is_the_same_operations_on_the_same_registered_addresses(name: str, num_ranks: int) -> None:
     _, dtype, given, steps = CASES[name]
     if num_ranks == 4:
         given = {**hybrid_arguments(2, 2), **given}
     model, optimizer = wrap(dtype, **given)
-    traces = []
-    for seed in range(4):
-        with recorded(model) as trace:
-            train(model, optimizer, seed, dtype, **steps)
-        traces.append(trace)
-    assert len(traces[1]) >= 7
-    assert traces[1] == traces[2] == traces[3]
-    same_on_ranks([(name, places) for name, _, places in traces[1]])
+    assert_steps_alike(model, lambda seed: train(model, optimizer, seed, dtype, **steps))
 
 
 @pytest.mark.parametrize("strategy", [0, 3])
@@ -153,7 +144,7 @@ def test_results_are_those_of_memory_that_comes_and_goes(strategy: int) -> None:
         for seed in range(3):
             train(model, optimizer, seed)
         found.append([param.full_tensor() for param in model.parameters() if isinstance(param, DTensor)])
-    assert len(found[0]) == len(list(build().parameters()))
+    assert len(found[0]) == 2 + 2 * 6
     assert all(map(torch.equal, *found))
 
 
@@ -204,7 +195,7 @@ def test_bytes_of_a_weight_format_arrive_where_they_are_decoded() -> None:
 @on_ranks(2)
 def test_a_back_end_that_cannot_register_is_said_once_and_told() -> None:
     with first_rank_warns(TAKEN + r" ranks communicate by gloo on cpu, and only NCCL registers memory"):
-        model, _ = shard()
+        model, _ = shard(Tower(), fsdp_unit_modules=[Floor], nccl_ub=True)
     (note,) = model.describe().notes
     assert "only NCCL registers memory" in note
 

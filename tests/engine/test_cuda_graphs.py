@@ -18,11 +18,11 @@ from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.optimizer import check_capturable
 from tests.conftest import RunRanks
-from tests.engine.test_communication_pool import recorded
+from tests.engine.test_communication_pool import assert_steps_alike, recorded
 from tests.optim.test_decoupled_grad import DecoupledSGD
 from tests.support.arrangements import hybrid_arguments
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.zoo import TOWER_FEATURES, Floor, Tower
+from tests.support.on_ranks import on_ranks
+from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_step
 
 pytestmark = pytest.mark.unmerged
 
@@ -43,16 +43,6 @@ def shard(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "cuda_graph_mode: .* nothing can be captured")
         return fully_shard(model, optimizer, fsdp_unit_modules=[Floor], **{"cuda_graph_mode": True, **given})
-
-
-def step(model: MegatronFSDP, optimizer: torch.optim.Optimizer, x: torch.Tensor, microbatches: int = 1) -> torch.Tensor:
-    losses: list[torch.Tensor] = []
-    for _ in range(microbatches):
-        losses.append(model(x).float().square().mean())
-        losses[-1].backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return losses[-1].detach()
 
 
 def batch(seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
@@ -77,18 +67,16 @@ def test_steps_write_the_same_gradients_and_send_from_the_same_addresses(name: s
         given = {**given, **hybrid_arguments(2, 2)}
     model, optimizer = shard(dtype, **given)
     attribute = "decoupled_grad" if name == "decoupled" else "grad"
-    traces, addresses = [], []
-    for seed in range(4):
-        with recorded(model) as trace:
-            step(model, optimizer, batch(seed, dtype), microbatches=2)
-        traces.append(trace)
+    addresses = []
+
+    def step(seed: int) -> None:
+        tower_step(model, optimizer, batch(seed, dtype), 2)
         shown = [getattr(param, attribute).to_local() for param in model.parameters()]
         assert not any(grad.any() for grad in shown)
         addresses.append([grad.data_ptr() for grad in shown])
-    assert len(traces[1]) >= 7
-    assert traces[1] == traces[2] == traces[3]
+
+    assert_steps_alike(model, step)
     assert addresses[0] == addresses[1] == addresses[2] == addresses[3]
-    same_on_ranks([(name, places) for name, _, places in traces[1]])
 
 
 @pytest.mark.full
@@ -111,11 +99,11 @@ def test_units_that_torch_compiles_find_their_weights_at_the_same_addresses() ->
     losses = []
     for seed in range(4):
         found.append([])
-        losses.append(step(model, optimizer, batch(seed), microbatches=2))
+        losses.append(tower_step(model, optimizer, batch(seed), 2))
     assert len(found[1]) >= 3 * 2 * (2 + 2)  # of three units, two microbatches: two in forward, two in backward
     assert found[1] == found[2] == found[3]
     plain, optimizer = shard(cuda_graph_mode=False)
-    assert torch.equal(torch.stack(losses), torch.stack([step(plain, optimizer, batch(n), 2) for n in range(4)]))
+    assert torch.equal(torch.stack(losses), torch.stack([tower_step(plain, optimizer, batch(n), 2) for n in range(4)]))
 
 
 CHANGED_UNSEEN = [
@@ -136,13 +124,13 @@ def test_what_a_replay_has_changed_is_gathered_by_the_next_forward(num_ranks: in
         given = {**given, **hybrid_arguments(2, 2)}
     with nowhere_lacking():
         model, optimizer = shard(**given)
-    step(model, optimizer, batch(0))
+    tower_step(model, optimizer, batch(0))
     with torch.no_grad():
         model(batch(1))  # units stay gathered, which the captured step must not rely on
     with mock.patch("megatron_fsdp.engine.engine.is_capturing", return_value=True), recorded(model) as trace:
-        step(model, optimizer, batch(0))
+        tower_step(model, optimizer, batch(0))
     with recorded(model) as again:
-        step(model, optimizer, batch(0))
+        tower_step(model, optimizer, batch(0))
     assert [name for name, *_ in trace] == [name for name, *_ in again]
     x = torch.ones(3, TOWER_FEATURES)
     for _ in range(2):
@@ -202,9 +190,9 @@ def test_a_capture_that_could_not_be_replayed_is_refused_where_it_begins() -> No
         model, optimizer = shard()
     with capturing, pytest.raises(ScheduleError, match="before any step in which every parameter got a gradient"):
         model(batch(0))
-    step(model, optimizer, batch(0))
+    tower_step(model, optimizer, batch(0))
     with capturing:
-        step(model, optimizer, batch(1))
+        tower_step(model, optimizer, batch(1))
 
 
 @pytest.mark.parametrize(
@@ -236,11 +224,11 @@ def captured(model: MegatronFSDP, optimizer: torch.optim.Optimizer, x: torch.Ten
     with torch.cuda.stream(side):
         for seed in range(3):
             x.copy_(batch(seed, device="cuda"))
-            step(model, optimizer, x)
+            tower_step(model, optimizer, x)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss = step(model, optimizer, x)
+        loss = tower_step(model, optimizer, x)
     return graph, loss
 
 
@@ -254,7 +242,7 @@ def replayed_and_stepped(strategy: int) -> tuple[list[torch.Tensor], list[torch.
             graph, loss = captured(model, optimizer, x)
         else:
             for seed in range(3):
-                step(model, optimizer, batch(seed, device="cuda"))
+                tower_step(model, optimizer, batch(seed, device="cuda"))
         losses = []
         for seed in range(3, 7):
             x.copy_(batch(seed, device="cuda"))
@@ -262,7 +250,7 @@ def replayed_and_stepped(strategy: int) -> tuple[list[torch.Tensor], list[torch.
                 graph.replay()
                 losses.append(loss.clone())
             else:
-                losses.append(step(model, optimizer, x))
+                losses.append(tower_step(model, optimizer, x))
             with torch.no_grad():
                 losses.append(model(x).sum())
         found.append([value.cpu().clone() for value in (*losses, *(param.to_local() for param in model.parameters()))])

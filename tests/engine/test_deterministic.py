@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -172,15 +171,12 @@ def test_hybrid_meshes_have_the_bits_of_one_process(run_ranks: RunRanks, mesh: t
 def save_after_a_step(folder: str) -> None:
     run = Run(*job(strategy=2))
     train(run, last=1)
-    dcp.save({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}, checkpoint_id=folder)
+    run.save(folder)
 
 
 def go_on(folder: str, strategy: int) -> Recording:
     run = Run(*job(strategy=strategy))
-    state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    run.model.load_state_dict(state["model"])
-    run.optimizer.load_state_dict(state["optimizer"])
+    run.load(folder)
     train(run, first=1)
     return outcome_of(run)
 

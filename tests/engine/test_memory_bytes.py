@@ -27,16 +27,18 @@ STRATEGIES = list(ShardingStrategy)
 POLICIES = ((FP32, MixedPrecisionPolicy()), (BF16, MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=BF16)))
 
 
-def _backward_peak(model: nn.Module, x: torch.Tensor) -> int:
+def peak_of_backward(model: nn.Module, x: torch.Tensor) -> int:
+    """Of a tower, with its forward."""
     with LiveBytes() as live:
         tower_loss(model, x).backward()
     return live.peak_bytes
 
 
-def _unsharded_peak(model: nn.Module, x: torch.Tensor) -> int:
+def peak_of_unsharded(model: nn.Module, x: torch.Tensor) -> int:
+    """Of a model that lets go of each gradient at once."""
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-    return _backward_peak(model, x)
+    return peak_of_backward(model, x)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -52,7 +54,7 @@ def test_every_byte_that_is_held_is_in_a_formula(strategy: ShardingStrategy, num
     """Under a policy which is the other one on four ranks than on two; counters of steps are left out."""
     dtype, policy = POLICIES[(int(strategy) + num_ranks // 2) % 2]
     x, mesh = torch.randn(2, 16, dtype=dtype), mesh_of((num_ranks,), ("dp",))
-    unsharded_bytes = _unsharded_peak(Tower().to(dtype), x)
+    unsharded_bytes = peak_of_unsharded(Tower().to(dtype), x)
     before = held_bytes()
     model = Tower().to(dtype)
     model, optimizer = fully_shard(
@@ -67,7 +69,7 @@ def test_every_byte_that_is_held_is_in_a_formula(strategy: ShardingStrategy, num
     peaks = []
     for _ in range(3):
         optimizer.zero_grad()
-        peaks.append(_backward_peak(model, x))
+        peaks.append(peak_of_backward(model, x))
         optimizer.step()
     counters = sum(state["step"].nbytes for state in optimizer.state.values())
     held = held_bytes() - before - counters

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_optimizer
+from megatron_fsdp import MegatronFSDP, fully_shard_optimizer
 from megatron_fsdp.errors import ScheduleError
 from tests.support.api_net import run_batch, train, wrap
+from tests.support.case import adamw_above_noise, shard
 from tests.support.counting import held_bytes
 from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.settling import settled
-from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
+from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss, tower_step
 
 
 @contextmanager
@@ -104,26 +105,15 @@ CASES: dict[str, dict[str, Any]] = {
 X = torch.ones(2, TOWER_FEATURES)
 
 
-def wrap_tower(name: str) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    model = Tower((8, 8, 16, 8))
-    return fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[Floor], **CASES[name])
-
-
-def step(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> None:
-    tower_loss(model, X).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 @pytest.mark.full(short=["resize"])
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(2)
 def test_deleting_gives_every_byte_back_without_garbage_collection(name: str) -> None:
     for is_first in (True, False):  # what torch makes once per process, at the first use of something, is not ours
         before = held_bytes()
-        model, optimizer = wrap_tower(name)
+        model, optimizer = shard(Tower((8, 8, 16, 8)), adamw_above_noise, fsdp_unit_modules=[Floor], **CASES[name])
         for _ in range(2):
-            step(model, optimizer)
+            tower_step(model, optimizer, X)
         with model.no_sync():
             tower_loss(model, X).backward()
         assert held_bytes() > before

@@ -32,7 +32,7 @@ from tests.support.ordered_streams import (
     without_order_between_streams,
     without_works,
 )
-from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
+from tests.support.zoo import TOWER_FEATURES, Floor, PlannedError, Tower, tower_loss
 
 pytestmark = pytest.mark.unmerged
 
@@ -45,10 +45,6 @@ POLICIES = {
     "fp8": MixedPrecisionPolicy(weight_format="fp8"),
 }
 SAMPLES = 32  # of a rank
-
-
-class PlannedError(RuntimeError):
-    """What a program raises."""
 
 
 class Program:
@@ -136,12 +132,12 @@ def evaluated(program: Program) -> None:
         program.loss()
 
 
+def fail(*_: object) -> None:
+    raise PlannedError
+
+
 def failed(program: Program) -> None:
     """The second of four backwards of units fails, when what the next one needs is on its way."""
-
-    def fail(*_: object) -> None:
-        raise PlannedError
-
     handle = program.model.module.floors[1].register_full_backward_hook(fail)
     loss = program.loss()
     with pytest.raises(PlannedError):
@@ -151,9 +147,6 @@ def failed(program: Program) -> None:
 
 
 def failed_forward(program: Program) -> None:
-    def fail(*_: object) -> None:
-        raise PlannedError
-
     handle = program.model.module.floors[1].up.register_forward_hook(fail)
     with pytest.raises(PlannedError):
         program.loss()

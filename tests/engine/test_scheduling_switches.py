@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_fsdp import (
     DistributedDataParallelConfig,
@@ -20,7 +20,7 @@ from megatron_fsdp.engine.schedule import Action, Operation
 from tests.support.api_net import Layer, backward, batches, build, largest_difference, mesh, train, weights, wrap
 from tests.support.formulas import exchange_scratch_bytes, footprints_of, step_traffic, transient_bytes
 from tests.support.on_ranks import engine_of, on_ranks
-from tests.support.zoo import FLOOR_NUMEL, TOWER_FEATURES, Floor, Tower, tower_loss
+from tests.support.zoo import FLOOR_NUMEL, TOWER_FEATURES, Floor, Tower, tower_step
 
 pytestmark = pytest.mark.unmerged
 
@@ -86,9 +86,7 @@ def trace_of(options: dict[str, Any], sizes: dict[str, int] | None = None) -> Tr
     for step in range(3):
         if step == 2:
             observe(model, trace)
-        tower_loss(model, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        tower_step(model, optimizer, x)
     trace.transient_bytes = model.memory().transient_peak_bytes
     return trace
 
@@ -181,9 +179,7 @@ def test_sizes_in_elements_become_units_and_buckets(
     observe(model, trace)
     for _ in range(2):
         before = model.traffic()
-        tower_loss(model, torch.ones(2, TOWER_FEATURES)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        tower_step(model, optimizer, torch.ones(2, TOWER_FEATURES))
     groups, strategy = footprints_of(model), ShardingStrategy.optim_grads_params
     scratch = exchange_scratch_bytes(groups, strategy, buckets)
     assert model.memory().transient_peak_bytes == transient_bytes(groups, strategy, units, buckets, scratch).total
@@ -196,12 +192,6 @@ def test_sizes_in_elements_become_units_and_buckets(
 
 def sgd(model: MegatronFSDP) -> torch.optim.Optimizer:
     return fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def trained_on_one_process() -> dict[str, Tensor]:
-    reference = build()
-    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), 3)
-    return weights(reference)
 
 
 @on_ranks(2)
@@ -265,4 +255,6 @@ def test_start_param_sync_starts_gathers_or_finishes_them_as_the_config_says(
     train(model, optimizer, 2, first=1)
     # Those of the first step and of the second; backward finds all in their slots.
     assert model.traffic().since(before).gathers == 3 + 3
-    assert largest_difference(weights(model), trained_on_one_process()) < 1e-6
+    reference = build()
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), 3)
+    assert largest_difference(weights(model), weights(reference)) < 1e-6

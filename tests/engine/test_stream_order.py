@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.checkpoint.background import StagingBuffers
@@ -31,7 +31,7 @@ from tests.conftest import RunRanks
 from tests.engine import test_parity_accumulation as accumulation
 from tests.engine import test_parity_recovery as recovery
 from tests.engine import test_parity_usage as usage
-from tests.support.arrangements import hybrid
+from tests.support.arrangements import FLAT, hybrid
 from tests.support.case import (
     DdpSetting,
     LocalShard,
@@ -43,6 +43,7 @@ from tests.support.case import (
     ddp,
     defer_two_of_three,
     three_steps,
+    train_and_accumulate,
 )
 from tests.support.on_ranks import engine_of
 from tests.support.ordered_streams import (
@@ -57,15 +58,11 @@ from tests.support.ordered_streams import (
 )
 from tests.support.zoo import (
     MODEL_CASES,
-    TOWER_FEATURES,
-    Batch,
-    Floor,
-    ModelCase,
     Ordered,
     Penalised,
     Recomputed,
     Tower,
-    tower_loss,
+    tower_case,
     vector_case,
 )
 
@@ -77,23 +74,6 @@ class ShortTower(Tower):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.floors[0](self.first(x)))
-
-
-def low_tower(build: type[Tower], dtype: torch.dtype) -> nn.Module:
-    return build((8, 8)).to(dtype)
-
-
-def draw_input(dtype: torch.dtype, samples: int, draws: torch.Generator) -> Batch:
-    x = torch.randn(samples, TOWER_FEATURES, generator=draws).to(dtype)
-    return Batch(x, x)
-
-
-def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    return tower_loss(model, batch.inputs)
-
-
-def tower_case(dtype: torch.dtype = torch.bfloat16, build: type[Tower] = Tower) -> ModelCase:
-    return ModelCase(partial(low_tower, build, dtype), partial(draw_input, dtype), loss_of, (Floor,))
 
 
 # ---- scripts ---------------------------------------------------------------------------------------------------------
@@ -150,7 +130,7 @@ def observed(run: Run) -> None:
     """Collectives are asynchronous on the streams, so that an observer may have their handles."""
     assert run.sharded is not None
     engine_of(run.sharded).observers.add(Observer())
-    usage.train_and_accumulate(run)
+    train_and_accumulate(run)
 
 
 def saved(in_background: bool, run: Run) -> None:
@@ -174,10 +154,10 @@ def saved(in_background: bool, run: Run) -> None:
         shutil.rmtree(folder[0])
 
 
-BF16 = tower_case()
+BF16 = tower_case((8, 8), torch.bfloat16)
 ODD, ORDERED, FRAGILE = MODEL_CASES["odd_shapes"], vector_case(Ordered), recovery.FAILING
 SCRIPTS: Mapping[str, Scenario] = {
-    "plain": Scenario(usage.train_and_accumulate, BF16),
+    "plain": Scenario(train_and_accumulate, BF16),
     "observed": Scenario(observed, BF16),
     "four backwards": Scenario(four_backwards, BF16),
     "gradients replaced": Scenario(replaced, BF16),
@@ -192,21 +172,19 @@ SCRIPTS: Mapping[str, Scenario] = {
     "deferred with two optimizers": Scenario(accumulation.defer_with_two_optimizers, ODD, accumulation.first_block),
     "clipped by the model": Scenario(clip_by_model, ODD),
     "clipped by torch": Scenario(clip_by_torch, ODD),
-    "recomputed": Scenario(usage.train_and_accumulate, vector_case(partial(Recomputed, "units", False))),
-    "recomputed reentrantly": Scenario(usage.train_and_accumulate, vector_case(partial(Recomputed, "pairs", True))),
+    "recomputed": Scenario(train_and_accumulate, vector_case(partial(Recomputed, "units", False))),
+    "recomputed reentrantly": Scenario(train_and_accumulate, vector_case(partial(Recomputed, "pairs", True))),
     "backward twice": Scenario(usage.backward_twice, ORDERED),
     "two forwards": Scenario(usage.two_forwards_two_backwards_reversed, ORDERED),
     "another order": Scenario(usage.change_order, ORDERED),
     "evaluated": Scenario(recovery.evaluate_between_forward_and_backward, ORDERED),
     "inferred": Scenario(recovery.infer_first, ORDERED),
     "weights changed": Scenario(changed_between_forwards, BF16),
-    "units left out": Scenario(changed_between_forwards, tower_case(build=ShortTower)),
-    "units left out in float32": Scenario(changed_between_forwards, tower_case(torch.float32, ShortTower)),
+    "units left out": Scenario(changed_between_forwards, tower_case((8, 8), torch.bfloat16, ShortTower)),
+    "units left out in float32": Scenario(changed_between_forwards, tower_case((8, 8), tower=ShortTower)),
     "weights loaded": Scenario(recovery.load_state_between_steps, ORDERED),
     "forward fails": Scenario(recovery.fail_in_forward_between_microbatches, FRAGILE),
-    "backward fails": Scenario(recovery.fail_in_backward_between_microbatches, FRAGILE),
-    "deferred backward fails": Scenario(recovery.fail_in_a_deferred_backward, FRAGILE),
-    "microbatches fail": Scenario(recovery.fail_in_the_second_microbatch, recovery.FAILING),
+    "microbatches fail": Scenario(recovery.fail_in_the_second_microbatch, FRAGILE),
     "saved": Scenario(partial(saved, False), ODD),
     "saved in the background": Scenario(partial(saved, True), ODD),
 }
@@ -214,16 +192,17 @@ SCRIPTS: Mapping[str, Scenario] = {
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
-def sharded(strategy: int = 3, policy: MixedPrecisionPolicy | None = None, **options: Any) -> Setting:
+def sharded(
+    strategy: int = 3,
+    policy: MixedPrecisionPolicy | None = None,
+    ranks: tuple[int, int] | None = None,
+    outer: int = 0,
+    **options: Any,
+) -> Setting:
+    """`ranks`: outer and inner ones, `outer`: their strategy."""
     policy = MixedPrecisionPolicy() if policy is None else policy
-    return Setting(strategy, policy, one_call=False, options=tuple(options.items()))
-
-
-def of_hybrid(inner: int, outer_strategy: int, **options: Any) -> Setting:
-    arrangement = hybrid(2, inner)
-    return Setting(
-        3, one_call=False, outer_strategy=outer_strategy, arrangement=arrangement, options=tuple(options.items())
-    )
+    arrangement = FLAT if ranks is None else hybrid(*ranks)
+    return Setting(strategy, policy, False, False, True, outer, False, arrangement, tuple(options.items()))
 
 
 WIDE_GRADS = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.float32)
@@ -241,10 +220,10 @@ SETTINGS: Mapping[str, tuple[int, Setting | DdpSetting]] = {
     "optim": (2, sharded(1)),
     "without overlap": (2, sharded(1, overlap_grad_reduce=False, overlap_param_gather=False)),
     "whole": (2, sharded(0)),
-    "hybrid": (2, of_hybrid(1, 0)),
-    "fully hybrid": (4, of_hybrid(2, 1)),
-    "fully hybrid, whole inside": (2, of_hybrid(1, 1)),
-    "fully hybrid without prefetch": (4, of_hybrid(2, 1, forward_prefetch_units=0)),
+    "hybrid": (2, sharded(ranks=(2, 1))),
+    "fully hybrid": (4, sharded(ranks=(2, 2), outer=1)),
+    "fully hybrid, whole inside": (2, sharded(ranks=(2, 1), outer=1)),
+    "fully hybrid without prefetch": (4, sharded(ranks=(2, 2), outer=1, forward_prefetch_units=0)),
     "ddp": (2, ddp(overlap_grad_reduce=True, bucket_size=40)),
     "ddp without overlap": (2, ddp(use_distributed_optimizer=True)),
     "ddp in turn": (2, ddp(**SHARDED_DDP, bucket_size=40)),
@@ -278,7 +257,7 @@ def script_on_streams(script: str, setting: str) -> tuple[list[str], bool]:
 SHORT = {
     ("penalised last", "hybrid"),
     ("recomputed reentrantly", "double buffer"),
-    ("backward fails", "ddp in turn"),
+    ("microbatches fail", "ddp in turn"),
     ("four backwards", "deterministic"),
 }
 # Every script in two settings, every setting with three or four scripts: the whole product takes 16 minutes.
@@ -386,7 +365,7 @@ FAULTS: Mapping[str, tuple[Fault, str, str]] = {
     ),
     "memory is taken back in spite of a reduction": (
         partial(without_works, Executor, "abandon"),
-        "backward fails",
+        "microbatches fail",
         "flat",
     ),
     "what the outer reduction sends is let go of": (

@@ -26,7 +26,7 @@ from tests.support.zoo import (
     make_token_batch,
     token_case,
     token_loss,
-    tower_loss,
+    tower_step,
 )
 
 pytestmark = pytest.mark.unmerged
@@ -87,9 +87,7 @@ def test_weights_are_gathered_on_the_second_group_only(strategy: int, gathers: i
     sharded, optimizer = shard(Tower(), zero_dp_strategy=strategy, fsdp_unit_modules=[Floor], **found)
     for _ in range(2):
         with OpCounts() as counts:
-            tower_loss(sharded, torch.ones(2, 16)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            tower_step(sharded, optimizer, torch.ones(2, 16))
     assert counts.on(gather_group, GATHER)[0] == gathers
     assert counts.on(gather_group) == counts.on(gather_group, GATHER)
     assert counts.on(group, GATHER) == (0, 0)

@@ -4,19 +4,32 @@ The tower has 8 units of 1024 parameters and a root of 512, which 4 ranks divide
 inner and M = 2 outer ranks.
 """
 
-from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
 from megatron_fsdp.ddp.distributed_optimizer import gathers_beside_main_weights
-from tests.support.arrangements import hybrid_arguments
+from tests.conftest import RunRanks
+from tests.support.arrangements import hybrid, hybrid_arguments
+from tests.support.case import Run, Scenario, Setting, adamw_above_noise, check_strategies, full_of, shard
 from tests.support.counting import ALL_REDUCE, EXCHANGE, GATHER, OpCounts
 from tests.support.on_ranks import on_ranks
-from tests.support.zoo import FLOOR_NUMEL, FLOORS, ROOT_NUMEL, Floor, Tower, tower_loss
+from tests.support.zoo import (
+    FLOOR_NUMEL,
+    FLOORS,
+    ROOT_NUMEL,
+    Floor,
+    ModelCase,
+    Tower,
+    make_vector_batch,
+    tower_loss,
+    tower_step,
+    vector_loss,
+)
 
 pytestmark = pytest.mark.unmerged
 
@@ -29,45 +42,34 @@ FP32, BF16 = 4, 2
 STRATEGIES = ((3, 0), (3, 1))
 
 
-def set_auto_sync(model: MegatronFSDP, x: torch.Tensor, microbatches: int) -> None:
+def backwards(model: MegatronFSDP, x: torch.Tensor, microbatches: int, way: str) -> None:
     for microbatch in range(microbatches):
-        model.set_model_auto_sync(microbatch == microbatches - 1)
-        tower_loss(model, x).backward()
-
-
-def leave_it_to_the_optimizer(model: MegatronFSDP, x: torch.Tensor, microbatches: int) -> None:
-    model.set_model_auto_sync(False)
-    for _ in range(microbatches):
-        tower_loss(model, x).backward()
-
-
-def no_sync(model: MegatronFSDP, x: torch.Tensor, microbatches: int) -> None:
-    with model.no_sync():
-        for _ in range(microbatches - 1):
+        is_last = microbatch == microbatches - 1
+        if way in ("set_auto_sync", "leave_it_to_the_optimizer"):
+            model.set_model_auto_sync(is_last and way == "set_auto_sync")
+        with model.no_sync() if way == "no_sync" and not is_last else nullcontext():
             tower_loss(model, x).backward()
-    tower_loss(model, x).backward()
 
 
-def plain(model: MegatronFSDP, x: torch.Tensor, microbatches: int) -> None:
-    for _ in range(microbatches):
-        tower_loss(model, x).backward()
-
-
-def shard(inner: int, outer: int, dtype: torch.dtype) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    model = Tower().to(dtype)
+def tower(inner: int, outer: int, dtype: torch.dtype = torch.float32) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     options = {"zero_dp_strategy": inner, "outer_dp_sharding_strategy": outer, "fsdp_unit_modules": [Floor]}
-    return fully_shard(model, torch.optim.AdamW(model.parameters()), **options, **hybrid_arguments(2, 2))
+    return shard(Tower().to(dtype), adamw_above_noise, **options, **hybrid_arguments(2, 2))
 
 
 @pytest.mark.full(short=["1-leave_it_to_the_optimizer-3", "0-no_sync-3", "1-plain-3"])
 @pytest.mark.parametrize(
-    ("outer", "loop", "microbatches"),
-    [(0, set_auto_sync, 3), (1, leave_it_to_the_optimizer, 3), (0, no_sync, 3), (1, plain, 3), (0, plain, 1)],
-    ids=lambda value: getattr(value, "__name__", None),
+    ("outer", "way", "microbatches"),
+    [
+        (0, "set_auto_sync", 3),
+        (1, "leave_it_to_the_optimizer", 3),
+        (0, "no_sync", 3),
+        (1, "plain", 3),
+        (0, "plain", 1),
+    ],
 )
 @on_ranks(4)
 def test_a_steady_step_uses_the_outer_axis_once_and_the_inner_one_as_without_outer_ranks(
-    outer: int, loop: Callable[[MegatronFSDP, torch.Tensor, int], None], microbatches: int
+    outer: int, way: str, microbatches: int
 ) -> None:
     """HSDP: 2P/N times (M - 1)/M elements in one all-reduce per unit. HFSDP: half of it each way, gradients out, new
     weights back. A plain loop shows gradients after each backward.
@@ -77,13 +79,13 @@ def test_a_steady_step_uses_the_outer_axis_once_and_the_inner_one_as_without_out
     """
     mesh = hybrid_arguments(2, 2)["device_mesh"]
     inner_group, outer_group = mesh["dp_shard"].get_group(), mesh["dp_outer"].get_group()
-    model, optimizer = shard(3, outer, torch.float32)
+    model, optimizer = tower(3, outer)
     for _ in range(2):
         with OpCounts() as counts:
-            loop(model, torch.ones(2, 16), microbatches)
+            backwards(model, torch.ones(2, 16), microbatches, way)
             optimizer.step()
             optimizer.zero_grad()
-    syncs = microbatches if loop is plain else 1
+    syncs = microbatches if way == "plain" else 1
     sums, exchanges = counts.on(outer_group, ALL_REDUCE), counts.on(outer_group, EXCHANGE)
     outer_gathers = counts.on(outer_group, GATHER)
     if outer:
@@ -98,8 +100,8 @@ def test_a_steady_step_uses_the_outer_axis_once_and_the_inner_one_as_without_out
         gathered = P + REGATHERED
         assert gathered + P <= 3 * P
         assert gathers == (UNITS + FLOORS - 2, gathered // 2 * FP32)
-    if loop is not leave_it_to_the_optimizer:
-        reduced = 1 if loop is no_sync else microbatches
+    if way != "leave_it_to_the_optimizer":
+        reduced = 1 if way == "no_sync" else microbatches
         assert reductions == (reduced * UNITS, reduced * P // 2 * FP32)
 
 
@@ -108,12 +110,10 @@ def test_a_steady_step_uses_the_outer_axis_once_and_the_inner_one_as_without_out
 def test_outer_reductions_are_under_way_while_inner_ones_are_issued(inner: int, outer: int) -> None:
     mesh = hybrid_arguments(2, 2)["device_mesh"]
     inner_group, outer_group = (mesh[name].get_group().group_name for name in ("dp_shard", "dp_outer"))
-    model, optimizer = shard(inner, outer, torch.float32)
+    model, optimizer = tower(inner, outer)
     for _ in range(2):
         with OpCounts() as counts:
-            tower_loss(model, torch.ones(2, 16)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            tower_step(model, optimizer, torch.ones(2, 16))
     reductions = [group for group, name, _ in counts.sent if name in (EXCHANGE, ALL_REDUCE)]
     assert reductions.count(outer_group) == UNITS
     last_inner = len(reductions) - 1 - reductions[::-1].index(inner_group)
@@ -127,7 +127,7 @@ def test_outer_reductions_are_under_way_while_inner_ones_are_issued(inner: int, 
 def test_persistent_bytes_are_those_of_the_formulas(inner: int, outer: int) -> None:
     """bf16 weights and gradients, float32 main weights and Adam; M outer ranks divide what the optimizer holds only."""
     n, m = 2, 2
-    model, optimizer = shard(inner, outer, torch.bfloat16)
+    model, optimizer = tower(inner, outer, torch.bfloat16)
     tower_loss(model, torch.ones(2, 16, dtype=torch.bfloat16)).backward()
     weight_parts = n if inner == 3 else 1
     parts = (n if inner >= 1 else 1) * (m if outer == 1 else 1)
@@ -148,76 +148,57 @@ def test_persistent_bytes_are_those_of_the_formulas(inner: int, outer: int) -> N
 POLICIES = {"shared": MixedPrecisionPolicy(main_params_dtype=None), "copied": MixedPrecisionPolicy(torch.float64)}
 
 
-class Layer(nn.Module):
+def layers() -> nn.Module:
     """Large enough for a gather to take a while."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(200, 200)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.inner(x))
+    return nn.Sequential(*(nn.Linear(200, 200) for _ in range(6)))
 
 
-def build() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(6)))
+def step_by_halves_and_clamp(run: Run) -> None:
+    """With two optimizers: the second one steps while what the first one changed is on its way."""
+    params = list(run.model.parameters())
+    halves = [torch.optim.SGD(params[start::2], lr=0.5) for start in range(2)]
+    for step in range(3):
+        run.backward(step)
+        for optimizer in halves:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for param in params:
+                param.clamp_(-0.03, 0.03)
+            run.loss(99)
+        run.note("weights", {name: full_of(param).float() for name, param in run.parameters().items()})  # type: ignore[union-attr]
 
 
-def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, 2, 200, generator=torch.Generator().manual_seed(step))[rank]
+WIDE = ModelCase(layers, partial(make_vector_batch, features=(200, 200)), vector_loss, (nn.Linear,))
+CLAMPED = Scenario(step_by_halves_and_clamp, WIDE)
 
 
-def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Two on one model: the second one steps while what the first one changed is on its way."""
-    params = list(model.parameters())
-    return [torch.optim.SGD(params[::2], lr=0.5), torch.optim.SGD(params[1::2], lr=0.5)]
-
-
-def shard_layers(strategy: int, policy: MixedPrecisionPolicy) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def setting(strategy: int, policy: MixedPrecisionPolicy) -> Setting:
     """Sharded inside, and main weights over both axes."""
-    model = build()
-    options = {"zero_dp_strategy": strategy, "outer_dp_sharding_strategy": 1, "mixed_precision_policy": policy}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    return fully_shard(model, optimizer, fsdp_unit_modules=[Layer], **options, **hybrid_arguments(2, 2))
+    return Setting(strategy, policy, outer_strategy=1, arrangement=hybrid(2, 2))
 
 
 @pytest.mark.full(short=["1-shared", "3-copied"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("strategy", [1, 3])
-@on_ranks(4)
-def test_writes_after_a_step_are_not_lost(strategy: int, policy: str) -> None:
-    plain = build()
-    model, _first = shard_layers(strategy, POLICIES[policy])
-    theirs, ours = optimizers(plain), optimizers(model)
-    found = []
-    for step in range(3):
-        for rank in range(4):
-            (plain(batch(step, rank)).square().mean() / 4).backward()
-        model(batch(step, dist.get_rank())).square().mean().backward()
-        for each in (*theirs, *ours):
-            each.step()
-            each.zero_grad()
-        with torch.no_grad():
-            for param in (*plain.parameters(), *model.parameters()):
-                param.clamp_(-0.03, 0.03)
-            found.append((model(batch(99, 0)) - plain(batch(99, 0))).abs().max().item())
-    assert max(found) < 1e-5
+def test_writes_after_a_step_are_not_lost(run_ranks: RunRanks, strategy: int, policy: str) -> None:
+    check_strategies(run_ranks, 4, CLAMPED, [setting(strategy, POLICIES[policy])])
 
 
 @on_ranks(4)
 def test_nothing_writes_into_weights_between_a_step_and_the_next_forward() -> None:
     """The gather over the outer axis is in place: while it is under way it would undo what others write."""
-    model, optimizer = shard_layers(3, MixedPrecisionPolicy())
+    run = Run(CLAMPED, setting(3, MixedPrecisionPolicy()))
 
     def count() -> int:
-        return model.traffic_by_axis()["dp_outer"].gathers
+        assert run.sharded is not None
+        return run.sharded.traffic_by_axis()["dp_outer"].gathers
 
-    model(batch(0, dist.get_rank())).square().mean().backward()
+    run.backward(0)
     seen = [count()]
-    optimizer.step()
+    run.optimizer.step()
     seen.append(count())
-    loss = model(batch(1, dist.get_rank())).square().mean()
+    loss = run.loss(1)
     seen.append(count())
     loss.backward()
     seen.append(count())
@@ -226,6 +207,6 @@ def test_nothing_writes_into_weights_between_a_step_and_the_next_forward() -> No
 
 @on_ranks(4)
 def test_a_gather_that_writes_around_main_weights_may_not_run_between_steps() -> None:
-    models = {policy: shard_layers(3, POLICIES[policy])[0] for policy in POLICIES}
-    may = {policy: gathers_beside_main_weights(model._engine) for policy, model in models.items()}
+    models = {policy: Run(CLAMPED, setting(3, POLICIES[policy])).model for policy in POLICIES}
+    may = {policy: gathers_beside_main_weights(model._engine) for policy, model in models.items()}  # type: ignore[arg-type]
     assert may == {"shared": False, "copied": True}

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.errors import ConfigurationError, RankError, ScheduleError
 from megatron_fsdp.optim import step_in_backward
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from tests.support.arrangements import FLAT, hybrid
-from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_loss
+from tests.support.case import shard
+from tests.support.on_ranks import on_ranks, refusal, same_on_ranks
+from tests.support.zoo import TOWER_FEATURES, PlannedError, tower_case, tower_loss
 
 BF16 = MixedPrecisionPolicy(torch.float32, torch.float32)
 WIDTHS = (32, 32, 48, 32, 32)
@@ -32,10 +33,8 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def build(optimizer: Callable[[Any], torch.optim.Optimizer] = adamw, **options: Any) -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    model = Tower(WIDTHS).bfloat16()
     options = {"offload": ["main_weights"], "mixed_precision_policy": BF16, **options}
-    return fully_shard(model, optimizer(model.parameters()), fsdp_unit_modules=[Floor], **options)
+    return shard(tower_case(WIDTHS, torch.bfloat16), lambda model: optimizer(model.parameters()), **options)
 
 
 def loss_of(model: nn.Module, number: int) -> torch.Tensor:
@@ -190,27 +189,22 @@ def test_no_unit_is_stepped_before_its_gradients_are_on_host() -> None:
 
 @on_ranks(2)
 def test_what_cannot_step_in_backward_is_refused_on_entering() -> None:
-    def refusal(optimizer_of: Callable[[Any], torch.optim.Optimizer] = adamw, **options: Any) -> str:
+    def refused(optimizer_of: Callable[[Any], torch.optim.Optimizer] = adamw, **options: Any) -> str:
         model, optimizer = build(optimizer_of, **options)
-        with pytest.raises(ConfigurationError) as refused, optimizer.step_in_backward():
-            raise AssertionError
+        told = refusal(optimizer.step_in_backward().__enter__, error=ConfigurationError)
         loss_of(model, 0).backward()
         optimizer.step()
-        return str(same_on_ranks(str(refused.value)))
+        return told
 
-    assert "where main weights rest on the device; leave" in refusal(offload=None)
-    assert "since its step is none of those of torch" in refusal(lambda params: torch.optim.Adafactor(params))
-    assert "AdamW8bit cannot step in backward" in refusal(lambda params: AdamW8bit(params, lr=1e-2))
-    assert "gradients are checked" in refusal(report_nan_in_param_grad=True)
+    assert "where main weights rest on the device; leave" in refused(offload=None)
+    assert "since its step is none of those of torch" in refused(lambda params: torch.optim.Adafactor(params))
+    assert "AdamW8bit cannot step in backward" in refused(lambda params: AdamW8bit(params, lr=1e-2))
+    assert "gradients are checked" in refused(report_nan_in_param_grad=True)
     half = MixedPrecisionPolicy(torch.float32, torch.bfloat16)
-    assert "gradients are cast" in refusal(mixed_precision_policy=half)
+    assert "gradients are cast" in refused(mixed_precision_policy=half)
     model, optimizer = build()
-    with (
-        model.no_sync(),
-        pytest.raises(ConfigurationError, match="enter it for the last"),
-        optimizer.step_in_backward(),
-    ):
-        raise AssertionError
+    with model.no_sync():
+        assert "enter it for the last" in refusal(optimizer.step_in_backward().__enter__, error=ConfigurationError)
 
 
 def changes(model: Any, optimizer: Any) -> dict[str, tuple[Callable[[], object], str]]:
@@ -283,10 +277,9 @@ def stepped_all(model: Any) -> Iterator[Callable[[], None]]:
 def test_what_comes_too_late_is_refused(name: str) -> None:
     model, optimizer = warm()
     act, told = changes(model, optimizer)[name]
-
-    with stepped_all(model) as wait, pytest.raises((ConfigurationError, ScheduleError), match=told) as met:
-        run(model, optimizer, lambda: (wait(), act()))
-    same_on_ranks(str(met.value))
+    with stepped_all(model) as wait:
+        found = refusal(run, model, optimizer, lambda: (wait(), act()), error=(ConfigurationError, ScheduleError))
+    assert re.search(told, found)
     with pytest.raises(ScheduleError, match="load a checkpoint"):
         loss_of(model, 2)
 
@@ -347,10 +340,6 @@ def test_gradients_after_the_step_of_their_parameter_are_an_error_that_names_it(
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-class PlannedError(RuntimeError):
-    """What a test raises."""
-
-
 def fail(*_: object) -> None:
     raise PlannedError("as planned")
 
@@ -378,9 +367,8 @@ def test_a_backward_that_fails_is_told_until_a_checkpoint_is_loaded() -> None:
 def test_a_thread_that_fails_on_one_rank_is_told_on_all() -> None:
     model, optimizer = warm()
     failing = patch.object(step_in_backward, "own_step", lambda _view: fail) if dist.get_rank() else nullcontext()
-    with pytest.raises(RankError) as met, failing:
-        step(model, optimizer, 1)
-    told = same_on_ranks(str(met.value))
+    with failing:
+        told = refusal(step, model, optimizer, 1, error=RankError)
     assert "a step in backward failed (rank 1: RuntimeError: PlannedError: as planned" in told
     assert "load a checkpoint" in told
     assert not [each for each in threading.enumerate() if each.name.startswith("step in backward")]
