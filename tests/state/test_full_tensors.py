@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron_fsdp.checkpoint.hf import save_hf
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
+from tests.support.api_net import gradients
+from tests.support.case import Run, Scenario, Setting, adamw_above_noise, two_steps
 from tests.support.counting import LiveBytes, OpCounts
-from tests.support.on_ranks import assert_equal_tensors, fixed_seed, on_ranks, refusal
+from tests.support.on_ranks import assert_equal_tensors, on_ranks, refusal
 from tests.support.zoo import MODEL_CASES, ModelName
 
 pytestmark = pytest.mark.unmerged
@@ -21,29 +23,14 @@ SIZES_BYTES = [1, 800, 2**28]
 """From one tensor at a time to whole groups."""
 
 
-def wrap(name: ModelName, strategy: int, policy: MixedPrecisionPolicy | None = None) -> MegatronFSDP:
+def trained(name: ModelName, strategy: int, policy: MixedPrecisionPolicy | None = None) -> MegatronFSDP:
     """A model that has been trained for a step, with gradients of the next one."""
-    case = MODEL_CASES[name]
-    with fixed_seed(0):
-        model = case.build()
-    model, optimizer = fully_shard(
-        model,
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
-        fsdp_unit_modules=list(case.unit_classes),
-        zero_dp_strategy=strategy,
-        mixed_precision_policy=policy or MixedPrecisionPolicy(),
-    )
-    for seed in range(2):
-        batch = case.make_batch(12, torch.Generator().manual_seed(seed)).part(dist.get_rank(), dist.get_world_size())
-        case.loss(model, batch).backward()
-        if seed == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
-
-
-def shown(model: MegatronFSDP) -> dict[str, Tensor]:
-    return {name: grad for name, grad in model.full_gradients().items() if grad is not None}
+    scenario = Scenario(two_steps, MODEL_CASES[name], adamw_above_noise)
+    run = Run(scenario, Setting(strategy, policy or MixedPrecisionPolicy()))
+    run.train(0)
+    run.backward(1)
+    assert run.sharded is not None
+    return run.sharded
 
 
 @pytest.mark.full(short=["unused-2", "scalars-3", "tied-3"])
@@ -51,14 +38,14 @@ def shown(model: MegatronFSDP) -> dict[str, Tensor]:
 @on_ranks(3)
 def test_tensors_are_those_of_the_model_whatever_the_bucket(name: ModelName, strategy: int) -> None:
     """All sizes are read before anything is compared, so that a reused buffer would show."""
-    model = wrap(name, strategy)
+    model = trained(name, strategy)
     found = [
         (list(model.iter_full_tensors(size)), list(model.iter_full_tensors(size, "gradients"))) for size in SIZES_BYTES
     ]
-    gradients = shown(model)
-    assert gradients
+    shown = gradients(model)
+    assert shown
     for read in found:
-        for tensors, expected, first in zip(read, (model.full_parameters(), gradients), found[0], strict=True):
+        for tensors, expected, first in zip(read, (model.full_parameters(), shown), found[0], strict=True):
             assert [n for n, _ in tensors] == [n for n, _ in first]  # the same order, and no name twice
             assert len(tensors) == len(expected)
             assert_equal_tensors(dict(tensors), expected)
@@ -68,27 +55,13 @@ def test_tensors_are_those_of_the_model_whatever_the_bucket(name: ModelName, str
 @on_ranks(3)
 def test_gradients_are_those_that_the_parameters_show(strategy: int) -> None:
     policy = MixedPrecisionPolicy(main_params_dtype=torch.float64, main_grads_dtype=torch.float32)
-    model = wrap("odd_shapes", strategy, policy)
+    model = trained("odd_shapes", strategy, policy)
     streamed = dict(model.iter_full_tensors(300, "gradients"))
-    assert_equal_tensors(streamed, shown(model))
+    assert_equal_tensors(streamed, gradients(model))
     assert {grad.dtype for grad in streamed.values()} == {torch.float64}
 
 
 # ---- memory and traffic --------------------------------------------------------------------------------------------
-
-
-class Wide(nn.Module):
-    """Nine square layers of 64 x 64 in one unit, 16 KiB each in float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(8)])
-        self.last = nn.Linear(64, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x)
 
 
 TENSOR_BYTES = 64 * 64 * 4
@@ -97,9 +70,9 @@ TENSOR_BYTES = 64 * 64 * 4
 @pytest.mark.parametrize(("strategy", "tensors"), [(0, 1), (1, 4), (3, 8), (3, 32)])
 @on_ranks(3)
 def test_the_peak_is_what_was_allowed_and_collectives_are_batched(strategy: int, tensors: int) -> None:
-    """Two buckets are alive at a time, each of half the bytes or of one tensor; shards of 3 ranks cut the tensors."""
-    model = nn.Sequential(Wide())
-    wrapped = fully_shard_model(model, fsdp_unit_modules=[Wide], zero_dp_strategy=strategy)
+    """Of nine square layers in one unit. Two buckets are alive at a time, each of half the bytes or of one tensor."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(9)))  # shards of 3 ranks cut the tensors
+    wrapped = fully_shard_model(model, fsdp_unit_modules=[], zero_dp_strategy=strategy)
     tensors_in_turn = wrapped.iter_full_tensors(tensors * TENSOR_BYTES)  # agrees on its arguments at once
     with OpCounts() as counts, LiveBytes() as live:
         for _name, _tensor in tensors_in_turn:
@@ -122,7 +95,7 @@ def test_the_peak_is_what_was_allowed_and_collectives_are_batched(strategy: int,
 
 @on_ranks(2)
 def test_what_means_nothing_or_would_hang_is_refused() -> None:
-    model = wrap("odd_shapes", 3)
+    model = trained("odd_shapes", 3)
 
     def refuse(words: str, call: Callable[[], object]) -> None:
         assert re.search(words, refusal(call, error=ConfigurationError))
@@ -149,9 +122,9 @@ def test_nothing_else_happens_while_an_iteration_is_open(strategy: int) -> None:
     batch = case.make_batch(4, torch.Generator().manual_seed(0))
     case.loss(model, batch).backward()
     before, loss = model.full_parameters(), case.loss(model, batch)
-    sent, gradients = model.traffic(), model.iter_full_tensors(1, "gradients")
+    sent, streamed = model.traffic(), model.iter_full_tensors(1, "gradients")
     sharded, copied = model.state_dict(), {name: value.clone() for name, value in before.items()}
-    for tensors in (model.iter_full_tensors(1), gradients):
+    for tensors in (model.iter_full_tensors(1), streamed):
         found = dict([next(tensors)])
         for use in (
             lambda: model(batch.inputs),
@@ -170,7 +143,7 @@ def test_nothing_else_happens_while_an_iteration_is_open(strategy: int) -> None:
         ):
             said = refusal(use, error=ScheduleError)
             assert re.search(r"while an iteration of iter_full_tensors is open.*close\(\)", said)
-        if tensors is not gradients:
+        if tensors is not streamed:
             assert_equal_tensors({**found, **dict(tensors)}, before)
         else:
             tensors.close()  # type: ignore[attr-defined]
@@ -190,7 +163,7 @@ def assign_zeros(tensors: list[Tensor]) -> None:
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(3)
 def test_tensors_that_were_written_to_since_an_iteration_began_are_not_handed_out(strategy: int) -> None:
-    model = wrap("odd_shapes", strategy)
+    model = trained("odd_shapes", strategy)
     other = nn.Parameter(torch.ones(1))
 
     def used_by_torch(what: str) -> None:

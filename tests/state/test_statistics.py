@@ -2,18 +2,19 @@
 
 import math
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
+from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.state.statistics import ModelStatistics, TensorStatistics
 from tests.conftest import RunRanks
+from tests.optim.test_decoupled_grad import decoupled_sgd
+from tests.support.api_net import gradients
+from tests.support.case import Run, Scenario, Setting, two_steps
 from tests.support.counting import OpCounts
-from tests.support.on_ranks import fixed_seed, on_ranks
+from tests.support.on_ranks import on_ranks
 from tests.support.zoo import MODEL_CASES, ModelName
 
 
@@ -46,31 +47,28 @@ def assert_statistics(found: ModelStatistics, tensors: dict[str, Tensor]) -> Non
             assert math.isclose(given, value, rel_tol=1e-12, abs_tol=1e-15) or (math.isnan(given) and math.isnan(value))
 
 
-def wrap(name: ModelName, strategy: int, **arguments: Any) -> MegatronFSDP:
-    case = MODEL_CASES[name]
-    with fixed_seed(0):
-        model = case.build()
-    return fully_shard_model(model, fsdp_unit_modules=list(case.unit_classes), zero_dp_strategy=strategy, **arguments)
+def run_of(name: ModelName, strategy: int, decoupled: bool = False) -> Run:
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float64) if decoupled else MixedPrecisionPolicy()
+    scenario = Scenario(two_steps, MODEL_CASES[name], decoupled_sgd)
+    return Run(scenario, Setting(strategy, policy, options=(("use_decoupled_grad", decoupled),)))
 
 
 Found = tuple[ModelStatistics, dict[str, Tensor], ModelStatistics, dict[str, Tensor], int]
 
 
 def describe(name: ModelName, strategy: int, decoupled: bool = False) -> Found:
-    case = MODEL_CASES[name]
-    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float64) if decoupled else MixedPrecisionPolicy()
-    model = wrap(name, strategy, mixed_precision_policy=policy, use_decoupled_grad=decoupled)
-    batch = case.make_batch(12, torch.Generator().manual_seed(0)).part(dist.get_rank(), dist.get_world_size())
-    case.loss(model, batch).backward()
+    run = run_of(name, strategy, decoupled)
+    run.backward(0)
+    model = run.sharded
+    assert model is not None
     with OpCounts() as counts:
         parameters = model.parameter_statistics()
     with OpCounts() as counts_of_gradients:
-        gradients = model.gradient_statistics()
+        of_shown = model.gradient_statistics()
     collectives = len(counts.collectives.others) + counts.collectives.reductions + counts.collectives.gathers
     of_gradients = counts_of_gradients.collectives
     assert len(of_gradients.others) + of_gradients.reductions + of_gradients.gathers == collectives
-    shown = {name: grad for name, grad in model.full_gradients().items() if grad is not None}
-    return parameters, model.full_parameters(), gradients, shown, collectives
+    return parameters, model.full_parameters(), of_shown, gradients(model), collectives
 
 
 @pytest.mark.full(short=["3-1-odd_shapes", "3-3-tied"])
@@ -89,24 +87,25 @@ def test_weights_and_gradients_are_described_as_on_one_process(
     run_ranks: RunRanks, ranks: int, strategy: int, name: ModelName
 ) -> None:
     everyone = run_ranks(ranks, describe, name, strategy)
-    for parameters, weights, gradients, shown, collectives in everyone:
+    for parameters, weights, of_shown, shown, collectives in everyone:
         assert_statistics(parameters, weights)
-        assert_statistics(gradients, shown)
+        assert_statistics(of_shown, shown)
         assert collectives == (0 if ranks == 1 or strategy == 0 else 2)  # an agreement, and the numbers
-        assert (repr(parameters), repr(gradients)) == (repr(everyone[0][0]), repr(everyone[0][2]))
+        assert (repr(parameters), repr(of_shown)) == (repr(everyone[0][0]), repr(everyone[0][2]))
 
 
 def test_decoupled_gradients_are_described(run_ranks: RunRanks) -> None:
-    for _, _, gradients, shown, _ in run_ranks(2, describe, "odd_shapes", 3, True):
+    for _, _, of_shown, shown, _ in run_ranks(2, describe, "odd_shapes", 3, True):
         assert shown
-        assert_statistics(gradients, shown)
+        assert_statistics(of_shown, shown)
 
 
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(3)
 def test_values_that_are_not_finite_are_counted_and_left_out(strategy: int) -> None:
     """NaN, infinities, zeros, a huge mean, and tensors of which nothing is finite."""
-    model = wrap("odd_shapes", strategy)
+    model = run_of("odd_shapes", strategy).sharded
+    assert model is not None
     bad = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 3.0])
     with model.full_parameters_context(writeback=True), torch.no_grad():
         for position, (_, param) in enumerate(model.module.named_parameters()):

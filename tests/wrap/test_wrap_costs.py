@@ -1,18 +1,18 @@
 """What wrapping a model costs, in counts: few collectives, equal blocks planned once, and only features that it has."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import distributed_c10d
 
-from megatron_fsdp import fully_shard
 from megatron_fsdp.engine import group_plan
+from tests.support.case import adamw_above_noise, shard
 from tests.support.on_ranks import engine_of, on_ranks
+from tests.support.zoo import Ordered, vector_case
 from tools.files_per_step import calls_in
 
 pytestmark = pytest.mark.unmerged
@@ -35,29 +35,13 @@ EXPECTED = {"all_gather": 7, "all_reduce": 1}
 """Ranks agree on the arguments, the model, its plan and the optimizer, and compare a hash of every tensor."""
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 10)
-        self.outer = nn.Linear(10, 6)
-        self.norm = nn.LayerNorm(6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x + self.outer(self.inner(x).relu()))
+def wrap(num_layers: int) -> Any:
+    return shard(vector_case(partial(Ordered, layers=num_layers)), adamw_above_noise)[0]
 
 
-def build(num_blocks: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), *(Block() for _ in range(num_blocks)), nn.Linear(6, 2))
-
-
-def wrap(model: nn.Module) -> Any:
-    return fully_shard(model, torch.optim.AdamW(model.parameters()), fsdp_unit_modules=[Block])[0]
-
-
-@pytest.mark.parametrize("num_blocks", [1, 6])
+@pytest.mark.parametrize("num_layers", [1, 6])
 @on_ranks(2)
-def test_eight_small_collectives_are_all(num_blocks: int) -> None:
+def test_eight_small_collectives_are_all(num_layers: int) -> None:
     """One that another calls counts as well."""
     calls: Counter[str] = Counter()
 
@@ -70,20 +54,19 @@ def test_eight_small_collectives_are_all(num_blocks: int) -> None:
 
         return call
 
-    model = build(num_blocks)
     with pytest.MonkeyPatch.context() as patch:
         for name in COLLECTIVES:
             proxy = counted(name)
             for module in (dist, distributed_c10d):
                 patch.setattr(module, name, proxy)
-        wrap(model)
+        wrap(num_layers)
     assert calls == EXPECTED
 
 
 @on_ranks(2)
 def test_equal_blocks_have_one_layout_and_the_same_descriptions() -> None:
     with mock.patch.object(group_plan, "plan_layout", wraps=group_plan.plan_layout) as planned:
-        model = wrap(build(5))
+        model = wrap(5)
     assert planned.call_count == 2
     root, *blocks = (unit.groups[0] for unit in engine_of(model).units)
     first = blocks[0]
@@ -100,7 +83,6 @@ def test_equal_blocks_have_one_layout_and_the_same_descriptions() -> None:
 
 @on_ranks(2)
 def test_a_plain_model_runs_through_no_format_check_or_log() -> None:
-    model = build(1)
-    folders = {file.partition("/")[0] for file, _ in calls_in(lambda: wrap(model))}
+    folders = {file.partition("/")[0] for file, _ in calls_in(lambda: wrap(1))}
     assert {"wrap", "engine", "optim"} <= folders
     assert folders.isdisjoint({"formats", "debug", "hang", "describe", "checkpoint"})
