@@ -21,18 +21,11 @@ from tests.support.optimizer_reference import drawn, flat
 SHAPES = ((40, 33), (7, 512), (1000,), (3, 20, 17), (5,))
 
 
-class Blocks(nn.Module):
+def blocks() -> nn.Module:
     """Parameters of several blocks each, most of which no cut by rows or elements respects."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.several = nn.ParameterList(torch.randn(shape).to(dtype) for shape in SHAPES)
-        self.unit = nn.Linear(130, 9)
-
-
-def blocks(dtype: torch.dtype = torch.float32) -> nn.Module:
     with fixed_seed(5):
-        return Blocks(dtype)
+        several = nn.ParameterList(torch.randn(shape) for shape in SHAPES)
+        return nn.ModuleDict({"several": several, "unit": nn.Linear(130, 9)})
 
 
 def eight_bits(params: Sequence[Any]) -> AdamW8bit:

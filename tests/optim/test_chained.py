@@ -12,22 +12,15 @@ from torch import nn
 from megatron_fsdp import AdamW8bit, ChainedOptimizer, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.errors import ConfigurationError
 from tests.optim.full_tensor.test_step import Factored
-from tests.support.on_ranks import fixed_seed, on_ranks, refusal
-from tests.support.optimizer_reference import Matrices, ReferencePair, drawn, flat
-
-
-class Mixed(Matrices):
-    """Matrices and vectors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.vector = nn.Parameter(torch.randn(7))
-        self.norm = nn.LayerNorm(5)
+from tests.support.on_ranks import on_ranks, refusal
+from tests.support.optimizer_reference import ReferencePair, drawn, flat, matrices
 
 
 def mixed() -> nn.Module:
-    with fixed_seed(3):
-        return Mixed()
+    """Matrices and vectors."""
+    model = matrices()
+    model.vector, model.norm = nn.Parameter(drawn(torch.Size((7,)), 0, 0)), nn.LayerNorm(5)
+    return model
 
 
 def chain(params: Sequence[Any]) -> ChainedOptimizer:

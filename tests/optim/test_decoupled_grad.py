@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
+from tests.conftest import RunRanks
 from tests.support import api_net
-from tests.support.api_net import build, gradients, largest_difference, mesh, run_batch, summed_gradients, weights
+from tests.support.api_net import build, gradients, largest_difference, mesh, run_batch, summed_gradients
+from tests.support.case import Run, Scenario, Setting, check_strategies
 from tests.support.on_ranks import on_ranks, refusal
+from tests.support.zoo import MODEL_CASES
 
 BF16_GRADS = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.bfloat16)
 LR = 0.1
@@ -50,32 +53,32 @@ def test_gradients_are_decoupled_in_their_own_dtype_and_grad_stays_none(strategy
     assert 0.0 < largest_difference(gradients(model), summed_gradients(0)) <= 2e-2
 
 
-@pytest.mark.parametrize(("strategy", "auto_sync"), [(0, True), (1, False), (3, False)])
-@on_ranks(3)
-def test_microbatches_clipping_and_scaling_act_on_decoupled_gradients(strategy: int, auto_sync: bool) -> None:
+def clip_and_scale(run: Run) -> None:
     """Three updates of two microbatches each, the sum of which is clipped and scaled by the model."""
-    model = wrap(strategy, sync_model_each_microbatch=auto_sync)
-    optimizer = fully_shard_optimizer(DecoupledSGD(model.parameters()))
-    reference = build()
-    reference_optimizer = DecoupledSGD(reference.parameters())
-    worst = 0.0
     for step in range(3):
-        for number in (2 * step, 2 * step + 1):
-            run_batch(model, number)
-            run_batch(reference, number)
-        model.finish_grad_sync()
-        norm = model.clip_grad_norm_(0.05)
-        worst = max(worst, abs(norm.item() - torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05).item()))
-        model.scale_gradients(3.0)
-        for param in reference.parameters():
-            if param.grad is not None:
-                param.grad.mul_(3.0)
-        for each in (optimizer, reference_optimizer):
-            each.step()
-            each.zero_grad()
-    difference = largest_difference(weights(model), weights(reference))
-    assert worst <= 1e-6
-    assert difference <= 2e-6
+        run.backward(2 * step, 2 * step + 1)
+        if run.sharded is not None:
+            run.sharded.finish_grad_sync()
+            norm = run.sharded.clip_grad_norm_(0.05)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+        run.note("norm", {"norm": norm})
+        run.scale(3.0)
+        run.note_gradients()
+        run.optimizer.step()
+        run.note_parameters()
+        run.optimizer.zero_grad()
+
+
+def decoupled_sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return DecoupledSGD(model.parameters())
+
+
+def test_microbatches_clipping_and_scaling_act_on_decoupled_gradients(run_ranks: RunRanks) -> None:
+    scenario = Scenario(clip_and_scale, MODEL_CASES["odd_shapes"], decoupled_sgd)
+    options = (("use_decoupled_grad", True),)
+    settings = [Setting(inner, one_call=False, auto_sync=inner == 0, options=options) for inner in (0, 1, 3)]
+    check_strategies(run_ranks, 3, scenario, settings)
 
 
 CLEARS: list[Callable[[MegatronFSDP, torch.optim.Optimizer], object]] = [

@@ -77,6 +77,15 @@ def grouped_optimizer(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=5e-3, weight_decay=0.05)
 
 
+def assert_trained_alike(
+    model: Any, optimizer: Any, alone: nn.Module, expected: Any, steps: int = 3, first: int = 0, atol: float = TOLERANCE
+) -> None:
+    """Train a sharded model and one process on the same batches, and compare all weights."""
+    train(model, optimizer, steps, first=first)
+    train(alone, expected, steps, first=first)
+    assert largest_difference(weights(model), weights(alone)) <= atol
+
+
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
@@ -96,10 +105,8 @@ def test_groups_keep_order_and_options_and_parameters_in_none_stay_alone(strateg
     assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
     assert len(optimizer.state) == 0
     before = weights(wrapped)
-    train(wrapped, optimizer, 4)
-    train(reference, expected, 4)
+    assert_trained_alike(wrapped, optimizer, reference, expected, 4)
     after = weights(wrapped)
-    assert largest_difference(after, weights(reference)) <= TOLERANCE
     left_alone = {name for name in after if torch.equal(after[name], before[name])}
     assert left_alone == {"head.bias", "layers.0.linear.bias"}
 
@@ -119,9 +126,7 @@ def test_state_that_exists_is_sharded_and_training_goes_on(name: str, strategy: 
         alike = [value for value in state.values() if getattr(value, "shape", None) == param.shape]
         assert alike
         assert all(value.to_local().shape == param.to_local().shape for value in alike)
-    train(wrapped, optimizer, 3, first=2)
-    train(reference, expected, 3, first=2)
-    assert largest_difference(weights(wrapped), weights(reference)) <= TOLERANCE
+    assert_trained_alike(wrapped, optimizer, reference, expected, first=2)
 
 
 # ---- kinds of optimizers ---------------------------------------------------------------------------------------------
@@ -134,9 +139,7 @@ def check_kinds(strategy: int, connect: bool, tolerance: float) -> None:
         optimizer, expected = make(model.parameters()), make(reference.parameters())
         if connect:
             fully_shard_optimizer(optimizer)
-        train(model, optimizer, 3)
-        train(reference, expected, 3)
-        assert largest_difference(weights(model), weights(reference)) <= tolerance, name
+        assert_trained_alike(model, optimizer, reference, expected, atol=tolerance)
         inputs = next(batches(1, first=9))[0]
         assert (model(inputs) - reference(inputs)).abs().max().item() <= tolerance, name
 
@@ -164,9 +167,8 @@ def test_an_optimizer_may_be_built_after_a_forward() -> None:
     model.zero_grad()
     params = list(model.parameters())
     assert all(isinstance(p, DTensor) for p in params)
-    train(model, fully_shard_optimizer(OPTIMIZERS["adamw"](params)), 3)
-    train(reference, OPTIMIZERS["adamw"](reference.parameters()), 3)
-    assert largest_difference(weights(model), weights(reference)) <= TOLERANCE
+    expected = OPTIMIZERS["adamw"](reference.parameters())
+    assert_trained_alike(model, fully_shard_optimizer(OPTIMIZERS["adamw"](params)), reference, expected)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -469,9 +471,8 @@ def test_an_optimizer_around_another_is_refused_before_anything_changes() -> Non
 @on_ranks(2)
 def test_a_wrapper_around_a_connected_optimizer_trains_as_one_process() -> None:
     model, plain = wrap(3), build()
-    train(model, Around(fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))), 3)
-    train(plain, Around(torch.optim.AdamW(plain.parameters(), lr=1e-2)), 3)
-    assert largest_difference(weights(model), weights(plain)) <= TOLERANCE
+    optimizer, expected = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain))
+    assert_trained_alike(model, Around(fully_shard_optimizer(optimizer)), plain, Around(expected))
 
 
 # ---- unmodified optimizers of `pytorch_optimizer`, declared as stepping whole tensors: the bits of one process -------

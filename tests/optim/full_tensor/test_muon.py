@@ -19,8 +19,8 @@ from megatron_fsdp.optim.full_tensor.muon import check_muon
 from megatron_fsdp.optim.optimizer import step_of
 from tests.support.api_net import mesh
 from tests.support.arrangements import divide_tensors, tensor_parallel
-from tests.support.on_ranks import fixed_seed, on_ranks
-from tests.support.optimizer_reference import Matrices, ReferencePair, drawn, flat, hybrid, matrices, three_steps
+from tests.support.on_ranks import on_ranks
+from tests.support.optimizer_reference import ReferencePair, drawn, flat, hybrid, matrices, three_steps
 from tests.support.zoo import Block, build_dense
 
 # ---- who computes what ----------------------------------------------------------------------------------------------
@@ -152,18 +152,12 @@ def test_operands_of_the_next_wave_travel_while_one_is_iterated() -> None:
 # ---- parameters of several matrices ---------------------------------------------------------------------------------
 
 
-class Stacks(Matrices):
-    """With stacks of matrices, one of them of a single one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack = nn.Parameter(torch.randn(5, 4, 3))
-        self.single = nn.Parameter(torch.randn(1, 3, 7))
-
-
 def stacks() -> nn.Module:
-    with fixed_seed(3):
-        return Stacks()
+    """With stacks of matrices, one of them of a single one."""
+    model = matrices()
+    for name, shape in (("stack", (5, 4, 3)), ("single", (1, 3, 7))):
+        model.register_parameter(name, nn.Parameter(drawn(torch.Size(shape), 0, 0)))
+    return model
 
 
 def split_sizes(shape: Sequence[int]) -> Any:

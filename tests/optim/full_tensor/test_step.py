@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,12 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_fsdp import ChainedOptimizer, fully_shard, fully_shard_model, fully_shard_optimizer, steps_whole_tensors
+from megatron_fsdp import (
+    ChainedOptimizer,
+    MegatronFSDP,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+    steps_whole_tensors,
+)
 from megatron_fsdp.errors import ConfigurationError, RankError, text_of
-from tests.support.api_net import mesh, message_of
+from tests.support.api_net import Layer, build, largest_difference, mesh, run_batch, weights
 from tests.support.arrangements import divide_tensors, tensor_parallel
+from tests.support.case import shard
 from tests.support.experts import FLAT, ListedExperts, build_with_experts, experts_of
-from tests.support.on_ranks import fixed_seed, of_ranks, on_ranks, refusal, same_on_ranks
+from tests.support.on_ranks import of_ranks, on_ranks, refusal, same_on_ranks
 from tests.support.optimizer_reference import ReferencePair, flat, matrices
 from tests.support.zoo import Block, build_dense
 
@@ -87,11 +96,8 @@ def test_a_step_over_two_meshes_that_fails_on_one_rank_fails_on_all() -> None:
     pair = ReferencePair(model, make, {**arrangement.arguments(), **sharding})
     before = [param.full_tensor().clone() for param in pair.params]
     pair.optimizer.fails = dist.get_rank() == 1  # type: ignore[attr-defined]
-    with pytest.raises(
-        RankError, match=r"rank 1: MemoryError: no room for the factors.*no weights were changed"
-    ) as raised:
-        pair.step(0)
-    same_on_ranks(str(raised.value))
+    told = refusal(pair.step, 0, error=RankError)
+    assert re.search("rank 1: MemoryError: no room for the factors.*no weights were changed", told)
     assert all(torch.equal(param.full_tensor(), value) for param, value in zip(pair.params, before, strict=True))
     pair.optimizer.fails = False  # type: ignore[attr-defined]
     pair.step(0)
@@ -140,71 +146,25 @@ SEARCHES: dict[str, dict[str, Any]] = {
 }
 
 
-def build() -> nn.Module:
-    with fixed_seed(5):
-        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-
-
 def lbfgs(params: Any, search: str) -> torch.optim.LBFGS:
     return torch.optim.LBFGS(params, max_iter=4, **SEARCHES[search])
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    with fixed_seed(100 + step):
-        return torch.randn(12, 6), torch.randn(12, 3)
+def sharded(search: str) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    return shard(build(), lambda model: lbfgs(model.parameters(), search), fsdp_unit_modules=[Layer], **flat(0))
 
 
-def part(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    inputs, targets = batch(step)
-    return inputs.chunk(ranks)[rank], targets.chunk(ranks)[rank]
+def step(
+    model: nn.Module, optimizer: Any, number: int, around: Callable[[int, Tensor], Tensor] = lambda _, loss: loss
+) -> Tensor:
+    """Step on one of the batches; `around` gets the number of each call of the closure, and its loss."""
+    calls = itertools.count(1)
 
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        return around(next(calls), torch.tensor(run_batch(model, number)))
 
-def loss_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.mse_loss(model(data[0]), data[1])
-
-
-class Alone:
-    """One process with the whole batch, as one part, or as the parts of ranks, whose gradients it adds up in order."""
-
-    def __init__(self, search: str) -> None:
-        self.model = build()
-        self.params = list(self.model.parameters())
-        self.optimizer = lbfgs(self.params, search)
-
-    def step(self, step: int, parts: int = 1) -> Tensor:
-        def closure() -> Tensor:
-            losses = [loss_of(self.model, part(step, rank, parts)) for rank in range(parts)]
-            grads = [torch.autograd.grad(loss, self.params) for loss in losses]
-            for index, param in enumerate(self.params):
-                total = grads[0][index]
-                for other in grads[1:]:
-                    total = total + other[index]
-                param.grad = total * (1.0 / parts)
-            return torch.tensor(sum(float(loss.detach()) for loss in losses) / parts)
-
-        return self.optimizer.step(closure)
-
-
-class Sharded:
-    """The same, on ranks."""
-
-    def __init__(self, search: str, arguments: dict[str, Any]) -> None:
-        module = build()
-        optimizer = lbfgs(module.parameters(), search)
-        self.model, self.optimizer = fully_shard(module, optimizer, fsdp_unit_modules=[nn.Linear], **arguments)
-        self.calls = 0
-
-    def step(self, step: int, around: Callable[[int, Tensor], Tensor] = lambda _, loss: loss) -> Tensor:
-        data = part(step, dist.get_rank(), dist.get_world_size())
-
-        def closure() -> Tensor:
-            self.calls += 1
-            self.optimizer.zero_grad()
-            loss = loss_of(self.model, data)
-            loss.backward()
-            return around(self.calls, loss)
-
-        return self.optimizer.step(closure)  # type: ignore[arg-type, return-value]  # torch's hints say float
+    return optimizer.step(closure)  # type: ignore[no-any-return]
 
 
 @pytest.mark.full(short=["wolfe-2"])
@@ -213,16 +173,14 @@ class Sharded:
 @on_ranks()
 def test_lbfgs_steps_as_one_process_and_alike_on_all_ranks(search: str) -> None:
     """All-reduce adds up in an order of its own; line searches look at the mean loss all the same."""
-    ranks = dist.get_world_size()
-    sharded, alone = Sharded(search, flat(0)), Alone(search)
-    for step in range(3):
-        loss, wanted = sharded.step(step), alone.step(step, ranks)
+    alone, model, optimizer = build(), *sharded(search)
+    alone_optimizer = lbfgs(alone.parameters(), search)
+    for number in range(3):
+        loss, wanted = step(model, optimizer, number), step(alone, alone_optimizer, number)
         assert torch.allclose(loss, wanted, rtol=0, atol=1e-5)
-    found = [value.clone() for value in sharded.model.full_parameters().values()]
-    same_on_ranks([value.tolist() for value in found])
-    assert all(
-        torch.allclose(value, wanted, rtol=0, atol=2e-4) for value, wanted in zip(found, alone.params, strict=True)
-    )
+    found = weights(model)
+    same_on_ranks([value.tolist() for value in found.values()])
+    assert largest_difference(found, weights(alone)) <= 2e-4
 
 
 # ---- failures and refusals -------------------------------------------------------------------------------------------
@@ -235,14 +193,10 @@ def test_a_closure_that_fails_on_one_rank_fails_on_all() -> None:
             raise MemoryError("no room for the loss")
         return loss
 
-    sharded = Sharded("wolfe", flat(0))
-    with pytest.raises(RuntimeError) as raised:
-        sharded.step(0, fails)
-    assert same_on_ranks(message_of(raised.value)) == (
-        "RankError",
-        "the closure of LBFGS failed (rank 1: MemoryError: no room for the loss)",
-    )
-    sharded.step(1)
+    model, optimizer = sharded("wolfe")
+    told = refusal(step, model, optimizer, 0, fails, error=RankError)
+    assert told == "the closure of LBFGS failed (rank 1: MemoryError: no room for the loss)"
+    step(model, optimizer, 1)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("planted"), KeyboardInterrupt()], ids=repr)
@@ -251,7 +205,7 @@ def test_a_step_of_lbfgs_that_fails_on_one_rank_fails_on_all(error: BaseExceptio
     """In the code of the optimizer itself: between two closures, and after the last one."""
     original = torch.optim.LBFGS._add_grad
     for at in (1, 4):
-        sharded, calls = Sharded("fixed", flat(0)), itertools.count(1)
+        (model, optimizer), calls = sharded("fixed"), itertools.count(1)
 
         def add_grad(*arguments: Any, calls: Iterator[int] = calls, at: int = at) -> None:
             if next(calls) == at and dist.get_rank() == 2:
@@ -261,7 +215,7 @@ def test_a_step_of_lbfgs_that_fails_on_one_rank_fails_on_all(error: BaseExceptio
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.optim.LBFGS, "_add_grad", add_grad)
             with pytest.raises((RankError, KeyboardInterrupt)) as raised:
-                sharded.step(0)
+                step(model, optimizer, 0)
         told = of_ranks(text_of(raised.value))
         assert told[0] == told[1] == f"RankError: the step of LBFGS failed (rank 2: {text_of(error)})"
         assert told[2] == ("KeyboardInterrupt" if isinstance(error, KeyboardInterrupt) else told[0])
