@@ -26,7 +26,7 @@ from tests.engine.test_precision_emulation import BF16, CASES, FP16, FP32, FP64,
 from tests.support.api_net import Layer, batches, build, gradients, mesh, run_batch, wrap
 from tests.support.case import Recording
 from tests.support.counting import OpCounts
-from tests.support.on_ranks import assert_equal_tensors, on_ranks
+from tests.support.on_ranks import assert_equal_tensors, on_ranks, refusal
 
 pytestmark = pytest.mark.unmerged
 
@@ -105,9 +105,7 @@ REFUSED = (
 @on_ranks()
 def test_where_the_switch_cannot_take_effect_it_says_so_alike_on_every_rank(num_ranks: int) -> None:
     for where in PLACES:
-        with pytest.raises(ConfigurationError) as raised:
-            switched(where, strategy=0)
-        assert str(raised.value) == REFUSED
+        assert refusal(switched, where, strategy=0, error=ConfigurationError) == REFUSED
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         switched("class", policy=MixedPrecisionPolicy())

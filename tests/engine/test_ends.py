@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from tests.conftest import RunRanks
+from tests.engine.test_allocators import train_and_evaluate
 from tests.support.case import FP32, ONE_RANK, Run, Scenario, Setting, check_strategies, shard, three_steps
 from tests.support.formulas import footprints_of, step_traffic
 from tests.support.on_ranks import assert_equal_tensors, engine_of, fixed_seed, on_ranks, refusal
@@ -107,22 +108,9 @@ CASES = {
 
 
 def train(run: Run) -> None:
-    """Three updates: one microbatch, several deferred ones, several that are reduced each; evaluation in between."""
     if run.sharded is not None:
         assert [unit.name for unit in engine_of(run.sharded).units] == UNITS
-    run.train(0)
-    with torch.no_grad():
-        run.loss(10)
-    for index in (1, 2):
-        with run.no_sync():
-            run.loss(index).backward()
-    run.loss(3).backward()
-    with torch.inference_mode():
-        run.loss(11)
-    run.step()
-    for index in (4, 5, 6):
-        run.loss(index).backward()
-    run.step()
+    train_and_evaluate(run)
 
 
 @pytest.mark.unmerged
@@ -167,24 +155,12 @@ class Penalised(nn.Embedding):
         return super().forward(tokens) * self.weight.square().mean()
 
 
-class Scaled(nn.Module):
-    """A container of an embedding, which scales what it looks up."""
-
-    def __init__(self, table: nn.Embedding) -> None:
-        super().__init__()
-        self.table = table
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        looked_up: Tensor = self.table(tokens)
-        return looked_up * 2.0
-
-
 @on_ranks(2)
 def test_a_rank_without_data_gathers_a_container_of_an_embedding_as_others_do() -> None:
     """Rank 1 has no data for a unit that holds an embedding and is none: it gathers what rank 0 gathers."""
     model = CASES["plain"].build()
-    model.tokens = Scaled(model.tokens)
-    sharded, optimizer = shard(model, fsdp_unit_modules=[Scaled, Block], max_gathered_units=1)
+    model.tokens = nn.Sequential(model.tokens)
+    sharded, optimizer = shard(model, fsdp_unit_modules=[nn.Sequential, Block], max_gathered_units=1)
     batch = CASES["plain"].make_batch(2, torch.Generator().manual_seed(0))
     for _ in range(2):
         loss = CASES["plain"].loss(sharded, batch) if dist.get_rank() == 0 else sharded.take_part()

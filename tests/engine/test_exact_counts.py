@@ -132,43 +132,49 @@ ALL_GROUP_NUMELS = sorted([ROOT_NUMEL, *[FLOOR_NUMEL] * FLOORS])
 GATHERED_NUMELS = [*ALL_GROUP_NUMELS, *[FLOOR_NUMEL] * (FLOORS - 2)]
 
 
-@pytest.mark.parametrize("strategy", [1, 3])
-def test_each_gradient_is_copied_once_and_of_weights_own_shards_only(run_ranks: RunRanks, strategy: int) -> None:
-    for extra in run_ranks(2, count_extra, strategy, 1, False):
-        # Per parameter: one copy into the bucket. Per group: what came in is added up in the main gradient, and scaled.
-        gathered = GATHERED_NUMELS if strategy == 3 else []
-        assert extra.ops == {"copy_": PARAMS + len(gathered), "add.out": GROUPS, "mul_.Tensor": GROUPS}
-        assert sum(extra.numels["copy_"]) == ROOT_NUMEL + FLOORS * FLOOR_NUMEL + sum(gathered) // 2
-        assert sorted(extra.numels["mul_.Tensor"]) == [numel // 2 for numel in ALL_GROUP_NUMELS]
-        assert sorted(extra.numels["add.out"]) == [numel // 2 for numel in ALL_GROUP_NUMELS]
-        assert extra.install_ops == {}
+ONCE = {"add.out": GROUPS, "mul_.Tensor": GROUPS}
+"""Per group: what came in is added up in the main gradient, and scaled."""
+CASTS = {"add_.Tensor": GROUPS, "mul.out": GROUPS, "_to_copy": 2 * GROUPS}
+REGATHERED = 3 * len(GATHERED_NUMELS) - 2 * 3
+"""Of three microbatches: the root and two floors stay from a backward to the next forward."""
 
 
-def test_accumulation_adds_to_shards(run_ranks: RunRanks) -> None:
-    for extra in run_ranks(2, count_extra, 3, 3, False):
-        added = extra.ops.pop("add_.Tensor")
-        assert added == 2 * (GROUPS + GROUPS)  # the sum of what came in, to what was there already
-        kept = 3  # the root and two floors stay from a backward to the next forward
-        copies = 3 * (PARAMS + len(GATHERED_NUMELS)) - 2 * kept
-        assert extra.ops == {"copy_": copies, "add.out": GROUPS, "mul_.Tensor": GROUPS}
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_plain_data_parallelism_scales_whole_buckets_once(run_ranks: RunRanks, num_ranks: int) -> None:
-    for extra in run_ranks(num_ranks, count_extra, 0, 1, False):
-        # In the main gradient itself: one process has nothing to divide by.
-        assert extra.ops == {"copy_": PARAMS} | ({"mul.out": GROUPS} if num_ranks > 1 else {})
-        assert sorted(extra.numels.get("mul.out", ALL_GROUP_NUMELS)) == ALL_GROUP_NUMELS
-
-
-@pytest.mark.parametrize("strategy", [2, 3])
-def test_mixed_precision_casts_in_the_copies_and_once_per_group_for_the_optimizer(
-    run_ranks: RunRanks, strategy: int
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy", "microbatches", "bf16", "gathered", "others"),
+    [
+        (2, 1, 1, False, 0, ONCE),
+        (2, 3, 1, False, len(GATHERED_NUMELS), ONCE),
+        # the sum of what came in, to what was there already
+        (2, 3, 3, False, REGATHERED, {**ONCE, "add_.Tensor": 2 * (GROUPS + GROUPS)}),
+        # whole buckets are scaled, in the main gradient itself; one process has nothing to divide by
+        (1, 0, 1, False, 0, {}),
+        (2, 0, 1, False, 0, {"mul.out": GROUPS}),
+        # casts are in the copies, and once per group for the optimizer
+        (2, 2, 1, True, 0, CASTS),
+        (2, 3, 1, True, len(GATHERED_NUMELS), CASTS),
+    ],
+)
+def test_each_gradient_is_copied_once_and_of_weights_own_shards_only(
+    run_ranks: RunRanks,
+    num_ranks: int,
+    strategy: int,
+    microbatches: int,
+    bf16: bool,
+    gathered: int,
+    others: dict[str, int],
 ) -> None:
-    for extra in run_ranks(2, count_extra, strategy, 1, True):
-        copies = PARAMS + (len(GATHERED_NUMELS) if strategy == 3 else 0)
-        assert extra.ops == {"copy_": copies, "add_.Tensor": GROUPS, "mul.out": GROUPS, "_to_copy": 2 * GROUPS}
-        assert extra.install_ops == {"copy_": GROUPS}  # main weights into compute weights, one shard per group
+    for extra in run_ranks(num_ranks, count_extra, strategy, microbatches, bf16):
+        # Per parameter and microbatch: one copy into the bucket.
+        assert extra.ops == {"copy_": microbatches * PARAMS + gathered, **others}
+        # Main weights into compute weights, one shard per group.
+        assert extra.install_ops == ({"copy_": GROUPS} if bf16 else {})
+        if others is ONCE:
+            of_gathers = sum(GATHERED_NUMELS) // 2 if gathered else 0
+            assert sum(extra.numels["copy_"]) == ROOT_NUMEL + FLOORS * FLOOR_NUMEL + of_gathers
+            for name in ONCE:
+                assert sorted(extra.numels[name]) == [numel // 2 for numel in ALL_GROUP_NUMELS]
+        if not strategy:
+            assert sorted(extra.numels.get("mul.out", ALL_GROUP_NUMELS)) == ALL_GROUP_NUMELS
 
 
 @on_ranks(1)

@@ -3,15 +3,17 @@
 The other dimensions are dealt out so that every model meets every optimizer, zeroing and way to call.
 """
 
-import copy
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy
 from tests.conftest import RunRanks
+from tests.support.api_net import gradients, weights
 from tests.support.case import (
     FP32,
     ONE_RANK,
@@ -20,15 +22,16 @@ from tests.support.case import (
     Scenario,
     Setting,
     Tolerance,
+    adamw_above_noise,
     check_jobs,
     check_strategies,
+    shard,
 )
 from tests.support.on_ranks import assert_equal_tensors, fixed_seed
 from tests.support.zoo import MODEL_CASES, Batch, MixedDtypeBlock, ModelName, odd_case
 
 PLACES = [*((2, strategy) for strategy in range(4)), (1, 0), (1, 3), (3, 1), (3, 2), (3, 3), (4, 0), (4, 3)]
 """Ranks and strategies that train all models."""
-_STEPS = 3
 
 _OWN_DTYPES = MixedPrecisionPolicy(main_params_dtype=None)
 """Main weights in the dtype of each parameter, as one process has them (float64 is not narrowed to float32)."""
@@ -66,28 +69,9 @@ def fused_adam(model: nn.Module) -> torch.optim.Optimizer:
 OPTIMIZERS: tuple[OptimizerFn, ...] = (adamw, nesterov, rmsprop, fused_adam)
 
 
-def one_microbatch(run: Run) -> None:
-    """A step of one backward."""
-    _train(run, microbatches=1, zero_between=False)
-
-
-def one_microbatch_after_zeroing(run: Run) -> None:
-    """A step of one backward, right after zeroing once more."""
-    _train(run, microbatches=1, zero_between=True)
-
-
-def three_microbatches(run: Run) -> None:
-    """Gradients add up over three backwards."""
-    _train(run, microbatches=3, zero_between=False)
-
-
-def three_microbatches_zeroed(run: Run) -> None:
-    """Only the last of three backwards counts."""
-    _train(run, microbatches=3, zero_between=True)
-
-
-def _train(run: Run, microbatches: int, zero_between: bool) -> None:
-    for step in range(_STEPS):
+def train(run: Run, microbatches: int, zero_between: bool = False) -> None:
+    """Gradients add up over microbatches, or only those of the last one count."""
+    for step in range(3):
         for microbatch in range(microbatches):
             if zero_between:
                 run.optimizer.zero_grad()
@@ -96,7 +80,10 @@ def _train(run: Run, microbatches: int, zero_between: bool) -> None:
         run.step()
 
 
-SCRIPTS = ((one_microbatch, one_microbatch_after_zeroing), (three_microbatches, three_microbatches_zeroed))
+one_microbatch, three_microbatches = (partial(train, microbatches=count) for count in (1, 3))
+SCRIPTS = [
+    [partial(each, zero_between=zeroed) for zeroed in (False, True)] for each in (one_microbatch, three_microbatches)
+]
 """Scripts by microbatches, then zeroing."""
 
 
@@ -162,36 +149,24 @@ def test_a_wrong_mean_is_noticed(run_ranks: RunRanks) -> None:
 # ---- the same engine on CUDA: one NCCL rank per device against one process. Skipped where there is no GPU ------------
 
 
-def _on_device(batch: Batch) -> Batch:
-    return Batch(batch.inputs.cuda(), batch.targets.cuda())
-
-
 def train_both(name: ModelName, strategy: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """Gradients and weights of three steps, sharded and not, on this rank's device."""
     case = MODEL_CASES[name]
+    on_device = replace(case, build=lambda: case.build().cuda())
     with fixed_seed(0):
-        model = case.build().cuda()
-    reference = copy.deepcopy(model)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (model, reference)]
-    wrapped, optimizer = fully_shard(
-        model,
-        optimizers[0],
-        fsdp_unit_modules=list(case.unit_classes),
-        zero_dp_strategy=strategy,
-        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),
-    )
+        alone = on_device.build()
+    options = {"zero_dp_strategy": strategy, "mixed_precision_policy": _OWN_DTYPES}
+    (model, optimizer), expected = shard(on_device, adamw_above_noise, **options), adamw_above_noise(alone)
     pairs = []
     for seed in range(3):
-        batch = _on_device(case.make_batch(12, torch.Generator().manual_seed(seed)))
-        case.loss(reference, batch).backward()
-        case.loss(wrapped, batch.part(dist.get_rank(), dist.get_world_size())).backward()
-        found = {key: grad for key, grad in wrapped.full_gradients().items() if grad is not None}
-        wanted = {key: p.grad.clone() for key, p in reference.named_parameters() if p.grad is not None}
-        pairs.append((found, wanted))
-        for each in (optimizer, optimizers[1]):
+        batch = case.make_batch(12, torch.Generator().manual_seed(seed))
+        for net, part in ((alone, batch), (model, batch.part(dist.get_rank(), dist.get_world_size()))):
+            case.loss(net, Batch(part.inputs.cuda(), part.targets.cuda())).backward()
+        pairs.append((gradients(model), gradients(alone)))
+        for each in (optimizer, expected):
             each.step()
             each.zero_grad()
-        pairs.append((wrapped.full_parameters(), {key: p.detach().clone() for key, p in reference.named_parameters()}))
+        pairs.append((weights(model), weights(alone)))
     return pairs
 
 

@@ -5,7 +5,6 @@ A call that hangs is killed by the worker pool, and fails the test with the stac
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_model,
 )
-from tests.support.api_net import Layer, Net, build, largest_difference, mesh, weights
+from tests.support.api_net import Layer, Net, build, largest_difference, weights, wrap
 from tests.support.arrangements import mesh_of
 from tests.support.experts import FLAT, arguments, build_with_experts, place
 from tests.support.on_ranks import on_ranks, refusal
@@ -25,10 +24,6 @@ from tests.support.on_ranks import on_ranks, refusal
 
 def on_rank_one() -> bool:
     return dist.get_rank() == 1
-
-
-def shard(model: nn.Module, **arguments: Any) -> None:
-    fully_shard_model(model, mesh(), **{"fsdp_unit_modules": [Layer], **arguments})
 
 
 # ---- one rank's model differs ----------------------------------------------------------------------------------------
@@ -39,7 +34,7 @@ def changed_on_one(change: Callable[[Net], object]) -> Callable[[], None]:
         model = build()
         if on_rank_one():
             change(model)
-        shard(model)
+        wrap(model=model)
 
     return case
 
@@ -119,7 +114,7 @@ def test_all_ranks_get_the_weights_of_rank_zero_and_one_warning() -> None:
     model.offset.fill_(dist.get_rank())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        wrapped = fully_shard_model(model, mesh(), fsdp_unit_modules=[Layer])
+        wrapped = wrap(model=model)
     assert largest_difference(weights(wrapped), weights(build(seed=0))) == 0.0
     assert model.offset.max().item() == 0.0
     if dist.get_rank():  # the first one says it for all

@@ -22,11 +22,13 @@ from tests.support.case import (
     check_strategies,
     clip_by_model,
     clip_by_torch,
+    decayed_adamw,
     defer_two_of_three,
     mean_over_all_tokens,
     reference,
     shard,
     three_steps,
+    train_and_accumulate,
     two_steps,
 )
 from tests.support.experts import (
@@ -154,35 +156,19 @@ LISTED = token_case(build_listed)
 AS_LIST = Arrangement("listed experts", EXPERTS.arguments, EXPERTS.place, whole=whole_list)
 
 
-def decayed_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Would decay what has a gradient of zeros in place of none."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
-
-
-def accumulate(run: Run) -> None:
-    run.train(0, 1)
-    with run.no_sync():
-        run.loss(3).backward()
-    run.train(4)
-
-
 def test_an_expert_without_tokens_anywhere_has_no_gradient_and_is_left_alone(run_ranks: RunRanks) -> None:
     """Its namesake on the other ranks, which is another expert, is trained."""
-    expected = reference(Scenario(accumulate, LISTED, decayed_adamw)).notes[0][1]
+    expected = reference(Scenario(train_and_accumulate, LISTED, decayed_adamw)).notes[0][1]
     unused = {name for name, value in expected.items() if value is None}
     assert unused == {f"blocks.{block}.mlp.experts.3.{part}" for block in (0, 1) for part in PARTS}
     settings = [Setting(inner, arrangement=AS_LIST) for inner in (1, 3)]
-    check_strategies(run_ranks, 4, Scenario(accumulate, LISTED, decayed_adamw), settings)
+    check_strategies(run_ranks, 4, Scenario(train_and_accumulate, LISTED, decayed_adamw), settings)
 
 
 PARTS = ("0.weight", "0.bias", "2.weight", "2.bias")
 
 
 # ---- which parameters are experts ------------------------------------------------------------------------------------
-
-
-def build_specialists() -> nn.Module:
-    return build_with_experts(top_k=2, name="specialists")
 
 
 def mark(model: nn.Module) -> None:
@@ -198,7 +184,7 @@ def place_marked(model: nn.Module) -> None:
     mark(model)
 
 
-SPECIALISTS = token_case(build_specialists)
+SPECIALISTS = token_case(partial(build_with_experts, 2, name="specialists"))
 
 
 def test_marked_parameters_of_another_name_are_experts(run_ranks: RunRanks) -> None:

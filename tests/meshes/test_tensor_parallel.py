@@ -30,6 +30,7 @@ from tests.support.case import (
     Run,
     Scenario,
     Setting,
+    accumulate,
     adamw_above_noise,
     check_strategies,
     clip_by_model,
@@ -43,18 +44,6 @@ PLANS: tuple[Divide, ...] = (divide_tensors, divide_tensors_and_sequences)
 
 
 # ---- parity ----------------------------------------------------------------------------------------------------------
-
-
-def accumulate(run: Run) -> None:
-    """One backward that is deferred and one that is not, then two that are not."""
-    with run.no_sync():
-        (run.loss(0) / 2).backward()
-    (run.loss(1) / 2).backward()
-    run.step()
-    for index in (2, 3):
-        (run.loss(index) / 2).backward()
-    run.step()
-    run.train(4)
 
 
 @pytest.mark.full(short=["3"])

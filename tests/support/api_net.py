@@ -106,8 +106,8 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Whole gradients by name, copied, without those that are None; collective on a sharded model."""
-    is_sharded = isinstance(model, MegatronFSDP)
-    found = model.full_gradients() if is_sharded else {name: param.grad for name, param in model.named_parameters()}
+    own = {name: param.grad for name, param in model.named_parameters()}
+    found = model.full_gradients() if isinstance(model, MegatronFSDP) else own
     return {name: grad.clone() for name, grad in found.items() if grad is not None}
 
 
