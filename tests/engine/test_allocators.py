@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fsdp import fully_shard
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.engine.memory import Block, BlockPool, CommunicationPool
@@ -15,7 +14,7 @@ from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.engine.test_memory_bytes import peak_of_backward, peak_of_unsharded
 from tests.support.arrangements import mesh_of
-from tests.support.case import Run, Scenario, Setting, check_strategies, shard
+from tests.support.case import Run, Scenario, Setting, adamw_above_noise, check_strategies, shard
 from tests.support.counting import held_bytes
 from tests.support.formulas import (
     exchange_scratch_bytes,
@@ -26,7 +25,7 @@ from tests.support.formulas import (
     transient_bytes,
 )
 from tests.support.on_ranks import on_ranks, same_on_ranks
-from tests.support.zoo import TOWER_FEATURES, Floor, Tower, tower_case, tower_loss
+from tests.support.zoo import TOWER_FEATURES, Tower, tower_case, tower_loss
 
 pytestmark = pytest.mark.unmerged
 
@@ -66,10 +65,8 @@ def test_bytes_and_traffic_are_those_of_the_formulas(allocator: WeightAllocator,
     del alone
     before = held_bytes()
     options = CHOICES[allocator] | ({"max_gathered_units": units} if units > 2 else {})
-    model = Tower(WIDTHS)
-    model, optimizer = fully_shard(
-        model, torch.optim.AdamW(model.parameters()), mesh, "dp", fsdp_unit_modules=[Floor], **options
-    )
+    options |= {"device_mesh": mesh, "dp_shard_dim": "dp"}
+    model, optimizer = shard(tower_case(WIDTHS), adamw_above_noise, **options)
     groups, taken = footprints_of(model), TAKEN_AT_WRAP.get(allocator, 0)
     persistent = persistent_bytes(groups, ZERO3)
     weights = persistent.total - persistent.main_grad  # nothing has been gathered or reduced yet

@@ -9,36 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
+from megatron_fsdp import fully_shard_model
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from tests.conftest import RunRanks
-from tests.support.case import shard
+from tests.support.case import adamw_above_noise, shard
 from tests.support.counting import OpCounts
 from tests.support.formulas import footprints_of, step_traffic
 from tests.support.on_ranks import on_ranks
-from tests.support.zoo import (
-    FLOOR_NUMEL,
-    FLOORS,
-    MODEL_CASES,
-    ROOT_NUMEL,
-    Floor,
-    ModelCase,
-    ModelName,
-    Tower,
-    tower_loss,
-)
+from tests.support.zoo import FLOOR_NUMEL, FLOORS, MODEL_CASES, ROOT_NUMEL, ModelName, tower_case, tower_loss
 
 pytestmark = pytest.mark.unmerged
 
 STEPS = 3
-
-
-def _shard(
-    case: ModelCase, strategy: int, policy: MixedPrecisionPolicy | None = None
-) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    policy = policy or MixedPrecisionPolicy()
-    adamw = lambda model: torch.optim.AdamW(model.parameters())  # noqa: E731
-    return shard(case, adamw, zero_dp_strategy=strategy, mixed_precision_policy=policy)
 
 
 @pytest.mark.full(short=["transformer-2-0-3", "partly_frozen-2-3-3", "tied-3-1-1", "bf16_fp32_norm-2-1-3"])
@@ -60,7 +42,7 @@ def test_a_steady_step_sends_what_the_formula_says_and_takes_no_new_memory(
 ) -> None:
     """The first step only adds one agreement on what was used; one rank sends nothing."""
     case = MODEL_CASES[name]
-    model, optimizer = _shard(case, strategy)
+    model, optimizer = shard(case, adamw_above_noise, zero_dp_strategy=strategy)
     expected = asdict(step_traffic(footprints_of(model), ShardingStrategy(strategy), microbatches))
     assert num_ranks > 1 or not any(expected.values())
     batch = case.make_batch(2, torch.Generator().manual_seed(dist.get_rank()))
@@ -96,9 +78,9 @@ class Extra(NamedTuple):
 
 def count_extra(strategy: int, microbatches: int, bf16: bool) -> Extra:
     dtype = torch.bfloat16 if bf16 else torch.float32
-    case = ModelCase(lambda: Tower().to(dtype), MODEL_CASES["transformer"].make_batch, tower_loss, (Floor,))
+    case = tower_case(dtype=dtype)
     x = torch.randn(2, 16, dtype=dtype)
-    model, optimizer = _shard(case, strategy)
+    model, optimizer = shard(case, adamw_above_noise, zero_dp_strategy=strategy)
     for _ in range(STEPS):
         optimizer.zero_grad()
         with OpCounts() as sharded:

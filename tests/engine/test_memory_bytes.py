@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from tests.support.arrangements import mesh_of
+from tests.support.case import adamw_above_noise, shard
 from tests.support.counting import LiveBytes, held_bytes
 from tests.support.formulas import (
     PersistentBytes,
@@ -18,12 +19,13 @@ from tests.support.formulas import (
     transient_bytes,
 )
 from tests.support.on_ranks import on_ranks
-from tests.support.zoo import Floor, Tower, tower_loss
+from tests.support.zoo import tower_case, tower_loss
 
 pytestmark = pytest.mark.unmerged
 
 BF16, FP32 = torch.bfloat16, torch.float32
 STRATEGIES = list(ShardingStrategy)
+TOWERS = {dtype: tower_case(dtype=dtype) for dtype in (BF16, FP32)}
 POLICIES = ((FP32, MixedPrecisionPolicy()), (BF16, MixedPrecisionPolicy(main_grads_dtype=FP32, grad_comm_dtype=BF16)))
 
 
@@ -54,18 +56,10 @@ def test_every_byte_that_is_held_is_in_a_formula(strategy: ShardingStrategy, num
     """Under a policy which is the other one on four ranks than on two; counters of steps are left out."""
     dtype, policy = POLICIES[(int(strategy) + num_ranks // 2) % 2]
     x, mesh = torch.randn(2, 16, dtype=dtype), mesh_of((num_ranks,), ("dp",))
-    unsharded_bytes = peak_of_unsharded(Tower().to(dtype), x)
+    unsharded_bytes = peak_of_unsharded(TOWERS[dtype].build(), x)
     before = held_bytes()
-    model = Tower().to(dtype)
-    model, optimizer = fully_shard(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        mesh,
-        "dp",
-        zero_dp_strategy=int(strategy),
-        fsdp_unit_modules=[Floor],
-        mixed_precision_policy=policy,
-    )
+    options = {"zero_dp_strategy": int(strategy), "mixed_precision_policy": policy}
+    model, optimizer = shard(TOWERS[dtype], adamw_above_noise, device_mesh=mesh, dp_shard_dim="dp", **options)
     peaks = []
     for _ in range(3):
         optimizer.zero_grad()

@@ -11,14 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp import MegatronFSDP, fully_shard
+from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.config.engine_options import MemoryOptions
 from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, find_units, merge_small_units, message_bytes, plan_units
 from tests.conftest import RunRanks
 from tests.engine.test_skipped_units import Skips
 from tests.support.arrangements import Arrangement
-from tests.support.case import FP32, ONE_RANK, Run, Scenario, Setting, accumulate, check_jobs, three_steps
-from tests.support.on_ranks import engine_of, fixed_seed, on_ranks, refusal
+from tests.support.case import (
+    FP32,
+    ONE_RANK,
+    Run,
+    Scenario,
+    Setting,
+    accumulate,
+    adamw_above_noise,
+    check_jobs,
+    shard,
+    three_steps,
+)
+from tests.support.on_ranks import engine_of, on_ranks, refusal
 from tests.support.zoo import FEATURES, Layer, ModelCase, NeighbourCallers, Ordered, Penalised, Recomputed, vector_case
 
 pytestmark = pytest.mark.unmerged
@@ -176,10 +187,8 @@ def _wrap(strategy: int, message: str | None, layers: int = 6) -> Sharded:
     os.environ.pop("MFSDP_MESSAGE_BYTES", None)
     if message is not None:
         os.environ["MFSDP_MESSAGE_BYTES"] = message
-    with fixed_seed(0):
-        model = Ordered(tuple(range(layers)), layers=layers)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    return fully_shard(model, optimizer, fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    case = vector_case(partial(Ordered, tuple(range(layers)), layers=layers))
+    return shard(case, adamw_above_noise, zero_dp_strategy=strategy)
 
 
 def _steps(model: MegatronFSDP, optimizer: torch.optim.Optimizer, count: int) -> None:

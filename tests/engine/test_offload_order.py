@@ -12,10 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.comm.streams import ChainedWork, CommStream, CudaCommStream, Launch, Work
 from megatron_fsdp.engine import gradients
 from megatron_fsdp.engine.executor import Executor
@@ -23,6 +23,8 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.optim import local_step
 from tests.conftest import RunRanks
 from tests.support.arrangements import FLAT, hybrid
+from tests.support.case import adamw_above_noise as adamw
+from tests.support.case import momentum, shard
 from tests.support.ordered_streams import (
     Fault,
     OrderedStream,
@@ -32,7 +34,7 @@ from tests.support.ordered_streams import (
     without_order_between_streams,
     without_works,
 )
-from tests.support.zoo import TOWER_FEATURES, Floor, PlannedError, Tower, tower_loss
+from tests.support.zoo import TOWER_FEATURES, PlannedError, tower_case, tower_loss
 
 pytestmark = pytest.mark.unmerged
 
@@ -61,15 +63,11 @@ class Program:
         if strategy == 3:
             options["weight_allocator"] = draws.choice(["slots", "resize"])
             options["backward_prefetch_units"] = draws.choice([0, 1, 2])
-        optimizer = draws.choice([partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW])
-        torch.manual_seed(0)
-        model: nn.Module = Tower((8, 8, 8))
-        model = model if policy == "float32" else model.bfloat16()
-        self.dtype = next(model.parameters()).dtype
-        self.model, self.optimizer = fully_shard(
-            model,
-            optimizer(model.parameters(), lr=0.1),
-            fsdp_unit_modules=[Floor],
+        optimizer = draws.choice([momentum, adamw])
+        self.dtype = torch.float32 if policy == "float32" else torch.bfloat16
+        self.model, self.optimizer = shard(
+            tower_case((8, 8, 8), self.dtype),
+            optimizer,
             zero_dp_strategy=strategy,
             mixed_precision_policy=POLICIES[policy],
             offload=where if offloads else None,

@@ -8,13 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import fully_shard_model
 from megatron_fsdp.errors import NonFiniteNormError
 from tests.conftest import RunRanks
 from tests.support.api_net import backward, batches, wrap
-from tests.support.case import IN_TURN, REPLICATED, Run, Scenario, Setting, check_strategies
-from tests.support.on_ranks import fixed_seed, on_ranks
-from tests.support.zoo import MODEL_CASES, ScalarBlock
+from tests.support.case import IN_TURN, REPLICATED, Run, Scenario, Setting, check_strategies, shard
+from tests.support.on_ranks import on_ranks
+from tests.support.zoo import MODEL_CASES
 
 SMALL = 0.05
 """A norm that every gradient exceeds."""
@@ -63,11 +62,9 @@ def test_backward_adds_to_clipped_gradients(run_ranks: RunRanks) -> None:
 @pytest.mark.parametrize("strategy", [0, 3])
 @on_ranks(2)
 def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(strategy: int) -> None:
-    with fixed_seed(0):
-        model = MODEL_CASES["scalars"].build()
-    sharded = fully_shard_model(model, zero_dp_strategy=strategy, fsdp_unit_modules=[ScalarBlock])
-    batch = MODEL_CASES["scalars"].make_batch(4, torch.Generator().manual_seed(0))
-    MODEL_CASES["scalars"].loss(sharded, batch).backward()
+    case = MODEL_CASES["scalars"]
+    sharded, _ = shard(case, zero_dp_strategy=strategy)
+    case.loss(sharded, case.make_batch(4, torch.Generator().manual_seed(0))).backward()
     good = sharded.clip_grad_norm_(math.inf, error_if_nonfinite=True).item()
     grad = dict(sharded.module.named_parameters())["temperature"].grad
     assert isinstance(grad, DTensor)

@@ -12,7 +12,7 @@ from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully
 from megatron_fsdp.checkpoint.hf import save_hf
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from tests.support.api_net import gradients
-from tests.support.case import Run, Scenario, Setting, adamw_above_noise, two_steps
+from tests.support.case import Run, Scenario, Setting, adamw_above_noise, shard, two_steps
 from tests.support.counting import LiveBytes, OpCounts
 from tests.support.on_ranks import assert_equal_tensors, on_ranks, refusal
 from tests.support.zoo import MODEL_CASES, ModelName
@@ -117,8 +117,7 @@ def test_what_means_nothing_or_would_hang_is_refused() -> None:
 def test_nothing_else_happens_while_an_iteration_is_open(strategy: int) -> None:
     """Tensors before and after a step would be of two versions; every rank is told so before anything is sent."""
     case = MODEL_CASES["tied"]
-    model = fully_shard_model(case.build(), fsdp_unit_modules=list(case.unit_classes), zero_dp_strategy=strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = shard(case, zero_dp_strategy=strategy)
     batch = case.make_batch(4, torch.Generator().manual_seed(0))
     case.loss(model, batch).backward()
     before, loss = model.full_parameters(), case.loss(model, batch)

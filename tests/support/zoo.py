@@ -776,7 +776,9 @@ def _build_tower(tower: type[Tower], hidden: tuple[int, ...], dtype: torch.dtype
     return tower(hidden).to(dtype)
 
 
-def tower_case(hidden: tuple[int, ...], dtype: torch.dtype = torch.float32, tower: type[Tower] = Tower) -> ModelCase:
+def tower_case(
+    hidden: tuple[int, ...] = (HIDDEN,) * FLOORS, dtype: torch.dtype = torch.float32, tower: type[Tower] = Tower
+) -> ModelCase:
     """Floors of these widths between vectors, in this dtype."""
     make_batch = partial(make_vector_batch, dtype=dtype, features=(TOWER_FEATURES, TOWER_FEATURES))
     return ModelCase(partial(_build_tower, tower, hidden, dtype), make_batch, vector_loss, (Floor,))
