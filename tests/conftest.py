@@ -12,7 +12,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [*(str(Path(__file__).parents[1] / folder) for folder in ("src", "")), os.environ.get("PYTHONPATH", "")]
 ).rstrip(os.pathsep)
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["MFSDP_MESSAGE_BYTES"] = "0"  # see `pytest_runtest_setup`
 os.environ.pop("COLUMNS", None)  # parallel workers are told 80; what folds lines takes 100 without a terminal
 os.environ["GLOO_SOCKET_IFNAME"] = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
 
@@ -104,16 +103,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures of modules are made
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Merge small units, as users' models do, but where messages are counted or units named: marked tests, and tools.
-
-    Models of tests are so small that all their units become one or two.
-    """
-    folders = {"engine", "meshes", "usage", "ddp", "optim", "formats", "wrap", "state", "fsdp2"} & set(item.path.parts)
-    os.environ["MFSDP_MESSAGE_BYTES"] = "0"
-    if folders and item.get_closest_marker("unmerged") is None:
-        os.environ.pop("MFSDP_MESSAGE_BYTES")
-        if "fsdp2" in folders:  # whose models are so small that none would be
-            os.environ["MFSDP_MESSAGE_BYTES"] = str(2**20)
+    """Merge small units, as users' models do, except in marked tests, which count messages or name units."""
+    if item.get_closest_marker("unmerged") is not None:
+        os.environ["MFSDP_MESSAGE_BYTES"] = "0"
+    elif "fsdp2" in item.path.parts:  # whose models are so small that none would be
+        os.environ["MFSDP_MESSAGE_BYTES"] = str(2**20)
+    else:
+        os.environ.pop("MFSDP_MESSAGE_BYTES", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -47,7 +47,7 @@ def test_defaults_are_two_slots_one_unit_ahead_and_what_the_environment_says_of_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = resolve()
-    assert options == MemoryOptions(message_bytes=0)  # as tests set the environment
+    assert options == MemoryOptions()
     assert (options.allocator, options.slots, options.forward_prefetch_units) == (WeightAllocator.SLOTS, 2, 1)
     monkeypatch.setenv("MFSDP_MESSAGE_BYTES", "7")
     assert resolve().message_bytes == 7

@@ -46,6 +46,7 @@ def backward(model: MegatronFSDP) -> None:
     model(X).sum().backward()
 
 
+@pytest.mark.unmerged
 @pytest.mark.parametrize(
     ("order", "strategy", "trains", "one", "other"),
     [

@@ -73,6 +73,7 @@ def _check_all(without: dict[str, Any], values: dict[str, Any], timeline: Timeli
     assert [span.phase for span in timeline.spans].count("optimizer") == 2
 
 
+@pytest.mark.unmerged
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_strategies(run_ranks: RunRanks, strategy: int) -> None:
     for rank, (without, values, timeline) in enumerate(run_ranks(2, _both, "flat", strategy)):
