@@ -433,8 +433,9 @@ def test_what_a_step_does_not_use_has_no_gradient() -> None:
         for model in both:
             for layer in model.layers:
                 layer.branch = branch
-        options = {"steps": 1, "case": vector_case(Branches)}
-        assert_same(*(train(*each, **options) for each in zip(both, optimizers, strict=True)))  # no more gradients
+        options: Any = {"steps": 1, "case": vector_case(Branches)}
+        pairs = zip(both, optimizers, (False, True), strict=True)
+        assert_same(*(train(model, optimizer, alone=alone, **options) for model, optimizer, alone in pairs))
 
 
 @on_ranks(2)
