@@ -134,7 +134,7 @@ SETTINGS = [
 
 
 def test_every_allocator_and_limit_equals_one_process(run_ranks: RunRanks) -> None:
-    check_strategies(run_ranks, 2, Scenario(train_and_evaluate, tower_case(WIDTHS)), SETTINGS)
+    check_strategies(run_ranks, 3, Scenario(train_and_evaluate, tower_case((9, 9, 15, 9))), SETTINGS)
 
 
 # ---- several models, one rank ----------------------------------------------------------------------------------------

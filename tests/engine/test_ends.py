@@ -111,6 +111,12 @@ def train(run: Run) -> None:
     if run.sharded is not None:
         assert [unit.name for unit in engine_of(run.sharded).units] == UNITS
     train_and_evaluate(run)
+    with run.no_sync():
+        run.backward(20, 21)
+    run.backward(22)
+    with torch.inference_mode():
+        run.loss(23)
+    run.step()
 
 
 @pytest.mark.unmerged

@@ -25,6 +25,7 @@ from tests.support.case import (
     Setting,
     assert_parity,
     check_strategies,
+    decayed_adamw,
     each_half,
     reference,
     run_sharded,
@@ -268,6 +269,20 @@ def branch_nowhere_at_first(run: Run) -> None:
 
 def test_parameter_that_comes_into_use_on_one_rank(run_ranks: RunRanks) -> None:
     check_strategies(run_ranks, 2, Scenario(branch_nowhere_at_first, vector_case(Branches)), EVERY_WAY[::2])
+
+
+def leave_out_what_was_used(run: Run) -> None:
+    for step, branches in enumerate([("even", "odd"), ("odd",), ("even", "odd")]):
+        for branch in branches:
+            for layer in run.module.layers:  # type: ignore[union-attr]
+                layer.branch = branch
+            run.backward(step)
+        run.step()
+
+
+def test_parameter_that_falls_out_of_use_has_no_gradient_where_every_step_looks(run_ranks: RunRanks) -> None:
+    scenario = Scenario(leave_out_what_was_used, vector_case(Branches), decayed_adamw)
+    check_strategies(run_ranks, 2, scenario, [Setting(3, options=(("find_unused_parameters", True),))])
 
 
 PLACES: tuple[Where, ...] = ("units", "inside", "pairs", "all")
