@@ -71,8 +71,9 @@ TENSOR_BYTES = 64 * 64 * 4
 @on_ranks(3)
 def test_the_peak_is_what_was_allowed_and_collectives_are_batched(strategy: int, tensors: int) -> None:
     """Of nine square layers in one unit. Two buckets are alive at a time, each of half the bytes or of one tensor."""
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(9)))  # shards of 3 ranks cut the tensors
-    wrapped = fully_shard_model(model, fsdp_unit_modules=[], zero_dp_strategy=strategy)
+    layers = (nn.Linear(64, 64, bias=False) for _ in range(9))  # shards of 3 ranks cut the tensors
+    model = nn.ModuleList([nn.Sequential(*layers)])
+    wrapped = fully_shard_model(model, fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=strategy)
     tensors_in_turn = wrapped.iter_full_tensors(tensors * TENSOR_BYTES)  # agrees on its arguments at once
     with OpCounts() as counts, LiveBytes() as live:
         for _name, _tensor in tensors_in_turn:
