@@ -99,7 +99,9 @@ ARRANGEMENTS: dict[str, Skips] = {
 }
 
 
-@pytest.mark.full(short=["3-at the step-wrapper-Recomputing", "2-3-per module-Ordered"])
+@pytest.mark.full(
+    short=["3-at the step-wrapper-Recomputing", "2-3-fsdp2-Recomputing", "2-3-per module-Ordered"],
+)
 @pytest.mark.parametrize(
     ("num_ranks", "arranged", "door", "kind"),
     [
@@ -145,6 +147,10 @@ def evaluate_on_one(run: Run) -> None:
                 for number in range(3 * step if rank else 0):
                     run.model(inputs(step, 1, number))
         run.optimizer.step()
+        if run.sharded is not None:
+            count = torch.ones(())
+            dist.all_reduce(count)
+            assert count == run.num_ranks
         run.note_parameters()
         run.optimizer.zero_grad()
 

@@ -193,7 +193,9 @@ RUNS = [(name, *setting) for name in CASES for setting in [(2, Setting(0)), (2, 
 RUNS.append(("numbers times data", 4, Setting(3, arrangement=hybrid(2, 2))))
 
 
-@pytest.mark.full(cover=1, short=["global penalty-2-setting3"])
+@pytest.mark.full(
+    cover=1, short=["global penalty-2-setting3", "ends that are read, of units that nobody named-3-setting26"]
+)
 @pytest.mark.parametrize(("name", "num_ranks", "setting"), RUNS)
 def test_trains_as_one_process(run_ranks: RunRanks, name: str, num_ranks: int, setting: Setting) -> None:
     check_strategies(run_ranks, num_ranks, Scenario(two_microbatches, CASES[name], sgd), [setting])

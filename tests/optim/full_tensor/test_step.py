@@ -162,7 +162,8 @@ def step(
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        return around(next(calls), torch.tensor(run_batch(model, number)))
+        loss = torch.tensor(run_batch(model, number), requires_grad=isinstance(model, MegatronFSDP))  # as with a graph
+        return around(next(calls), loss)
 
     return optimizer.step(closure)  # type: ignore[no-any-return]
 
