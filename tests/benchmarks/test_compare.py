@@ -34,6 +34,7 @@ from tests.support.api_net import mesh
 from tests.support.on_ranks import on_ranks
 from tests.support.source_tree import ROOT, SOURCE
 
+pytestmark = pytest.mark.unmerged
 Run = tuple[dict[str, Any], str]
 
 

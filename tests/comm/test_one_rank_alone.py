@@ -864,7 +864,7 @@ def test_who_waits_for_a_rank_that_does_something_else_says_for_what(run_ranks: 
         waits, cure = "while norms, sums or extremes of sharded tensors are combined", "see what it printed"
     else:
         waits, cure = (
-            r"during '(gather|wait|reduce|retire)' of unit (bucket )?\w+; ",
+            r"during '(gather|wait|reduce|retire)' of unit (bucket )?[\w.]+; ",
             r"calls (model\.join\(unit, hidden\) instead|it with any input)",
         )
     told = [text for text in raised.value.by_rank.values() if re.search(waits, text)]

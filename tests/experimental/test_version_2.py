@@ -48,6 +48,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.unmerged
 @pytest.mark.full(short=["hfsdp", "bf16"])
 @pytest.mark.parametrize("name", STRATEGIES)
 @on_ranks(4)
