@@ -12,7 +12,7 @@ from torch import nn
 from megatron_fsdp import fully_shard_model
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from tests.conftest import RunRanks
-from tests.support.case import adamw_above_noise, shard
+from tests.support.case import adamw_above_noise, decayed_adamw, shard
 from tests.support.counting import OpCounts
 from tests.support.formulas import footprints_of, step_traffic
 from tests.support.on_ranks import on_ranks
@@ -42,7 +42,7 @@ def test_a_steady_step_sends_what_the_formula_says_and_takes_no_new_memory(
 ) -> None:
     """The first step only adds one agreement on what was used; one rank sends nothing."""
     case = MODEL_CASES[name]
-    model, optimizer = shard(case, adamw_above_noise, zero_dp_strategy=strategy)
+    model, optimizer = shard(case, decayed_adamw, zero_dp_strategy=strategy)
     expected = asdict(step_traffic(footprints_of(model), ShardingStrategy(strategy), microbatches))
     assert num_ranks > 1 or not any(expected.values())
     batch = case.make_batch(2, torch.Generator().manual_seed(dist.get_rank()))

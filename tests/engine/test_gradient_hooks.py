@@ -159,7 +159,7 @@ def test_a_hook_that_returns_something_else_is_refused_by_name() -> None:
         (lambda _: "nothing", "str (no tensor) where"),
     ):
         handle = bias.register_hook(answer)
-        with pytest.raises(ConfigurationError, match=re.escape(f"{returned} {said}")):  # of this rank's part
+        with pytest.raises(ConfigurationError, match="^" + re.escape(f"{returned} {said}")):  # of this rank
             run_batch(model, 0)
         handle.remove()
     bias.register_post_accumulate_grad_hook(lambda param: param)

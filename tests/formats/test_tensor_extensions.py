@@ -287,8 +287,10 @@ def torchao_model(gathers: bool) -> nn.Module:
 def parts_in_turn(run: Run) -> None:
     """Inputs have a scale for each part."""
     for step in range(3):
-        for rank in run.ranks_here:
-            run.backward_of(rank, step)
+        parts = [run.whole_batch(step).part(rank, run.num_ranks) for rank in run.ranks_here]
+        loss = torch.stack([run.case.loss(run.model, part) for part in parts]).mean()
+        run.note_loss(loss)
+        loss.backward()
         run.step()
 
 
