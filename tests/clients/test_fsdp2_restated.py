@@ -1,6 +1,7 @@
 """Calls of torchtitan 0.3 and verl, restated, on our `fully_shard` and on torch's, beside one process."""
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from megatron_fsdp.fsdp2 import fully_shard
 from tests.fsdp2.test_fully_shard import to_empty
+from tests.support.case import SAMPLES
 from tests.support.case import momentum as sgd
-from tests.support.doors import assert_same, build, train, whole
+from tests.support.doors import Noted, assert_same, build, train, whole
 from tests.support.on_ranks import on_ranks
 from tests.support.zoo import TinyTransformer, make_token_batch
 
-CHUNKS, SAMPLES = 4, 4
+CHUNKS = 4
 
 
 # ---- torchtitan: distributed/fsdp.py, components/loss.py, trainer.py -------------------------------------------------
@@ -143,7 +145,7 @@ def offload(model: Any, optimizer: torch.optim.Optimizer) -> None:
     model.cpu()
 
 
-def verl(by: Callable[..., Any] | None) -> list[Tensor]:
+def verl(by: Callable[..., Any] | None) -> Noted:
     """Three updates, with a forward without gradients before each: losses, gradients, norms and weights."""
     source = build()
     model: Any = source
@@ -154,19 +156,20 @@ def verl(by: Callable[..., Any] | None) -> list[Tensor]:
             by(block)
         by(model)
         load_on_first(model, source)
-    optimizer = sgd(model)
+    optimizer, indices = sgd(model), itertools.count(0, 2)
 
     def before(model: Any, is_last: bool) -> None:
         if not is_last:
+            batch = make_token_batch(SAMPLES, torch.Generator().manual_seed(next(indices)))
             model.eval()
             with torch.no_grad():
-                model(torch.arange(12).view(2, 6))
+                model(batch.part(dist.get_rank(), dist.get_world_size()).inputs)
             model.reshard()
             offload(model, optimizer)
             model.train()
         model.set_requires_gradient_sync(is_last)
 
-    noted = train(model, optimizer, before, steps=3)
+    noted = train(model, optimizer, before, alone=by is None, steps=3)
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert by is None or all(whole(param).equal(full[name]) for name, param in model.named_parameters())
     return noted

@@ -62,8 +62,9 @@ def test_gradients_set_to_zero_or_none_train_alike(strategy: str, sizes: tuple[i
         optimizers = connected(net), momentum(reference)
         for each in optimizers:
             each.zero_grad = partial(each.zero_grad, set_to_none=set_to_none)  # type: ignore[method-assign]
-        both: Any = (net, optimizers[0], by_microbatch(context)), (reference, optimizers[1])
-        assert_same(*(train(*each, steps=3, case=CASE) for each in both))
+        options: Any = {"steps": 3, "microbatches": 3, "case": CASE}
+        found = train(net, optimizers[0], by_microbatch(context), **options)
+        assert_same(found, train(reference, optimizers[1], alone=True, **options))
 
 
 @on_ranks(2)

@@ -26,7 +26,8 @@ def wrapped(version: int, **fields: Any) -> DistributedDataParallel:
 def trained(model: MegatronFSDP) -> Noted:
     """What three steps of two microbatches give, the first of them without a sync."""
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    return train(model, optimizer, lambda _, is_last: None if is_last else model.no_sync(), steps=3, case=TOWER)
+    options: Any = {"steps": 3, "case": TOWER, "clip": lambda model: model.clip_grad_norm_(0.01)}
+    return train(model, optimizer, lambda _, is_last: None if is_last else model.no_sync(), **options)
 
 
 STRATEGIES: dict[str, dict[str, Any]] = {

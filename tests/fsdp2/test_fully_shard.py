@@ -149,7 +149,7 @@ def test_a_second_mesh_in_a_unit_is_that_of_torch() -> None:
         by(model)
         of_experts = [block.mlp.up.weight for block in model.blocks]
         assert {param.device_mesh.size() for param in of_experts} == {2}
-        noted.append(train(model, steps=3, clips=False))
+        noted.append(train(model, steps=3, clip=None))
     assert_same(*noted)
 
 
@@ -213,7 +213,7 @@ def test_parameters_rest_as_torch_cuts_them_and_stay_the_same_objects() -> None:
         assert one.to_local().equal(other.to_local())
     held = list(ours.parameters())
     optimizer = sgd(ours)
-    assert_same(train(ours, optimizer), train(build()))
+    assert_same(train(ours, optimizer), train(build(), alone=True))
     assert all(
         one is other and isinstance(one, UnevenDTensor) for one, other in zip(held, ours.parameters(), strict=True)
     )
@@ -416,13 +416,13 @@ def test_optimizers_step_on_local_tensors_and_show_their_state() -> None:
     with patch.object(adam, "adam", wraps=vars(adam)["adam"]) as step:
         trained = train(model, optimizers[0])
         assert {type(each) for call in step.call_args_list for group in call.args[:5] for each in group} == {Tensor}
-    assert_same(trained, train(source, optimizers[1]))
+    assert_same(trained, train(source, optimizers[1], alone=True))
     assert len(seen) == 2
     wanted = optimizers[1].state[source.head.weight]
     assert seen[0].keys() == wanted.keys()
     assert_same([*seen[-1].values()], [*wanted.values()])
     optimizers[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-    assert_same(*(train(*each) for each in zip((model, source), optimizers, strict=True)))
+    assert_same(train(model, optimizers[0]), train(source, optimizers[1], alone=True))
 
 
 @on_ranks(2)

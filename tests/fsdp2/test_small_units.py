@@ -33,7 +33,7 @@ SIX = partial(Ordered, tuple(range(6)), 6)
 build = partial(doors.build, SIX)
 backward = partial(doors.backward, case=vector_case(SIX))
 # Gradients are not clipped, as norms are added up otherwise where units are merged.
-train = partial(doors.train, steps=3, case=vector_case(SIX), clips=False)
+train = partial(doors.train, steps=3, case=vector_case(SIX), clip=None)
 
 
 class Tied(Layer):
@@ -119,7 +119,7 @@ def test_merged_units_are_one_process_and_have_the_bits_of_unmerged_ones(case: s
     merged = shard(doors.build(make), **options)
     found = train(merged, before=each)
     assert any(".." in name for name in unit_names(merged))
-    assert_same(found, train(doors.build(make)))
+    assert_same(found, train(doors.build(make), alone=True))
     assert_same(found, train(shard(doors.build(make), 0, **options), before=each), rtol=0, atol=0)
 
 
@@ -128,7 +128,7 @@ def test_merged_units_are_one_process_and_have_the_bits_of_unmerged_ones(case: s
 @on_ranks(4)
 def test_merged_units_of_hybrid_meshes_are_one_process(each: Before) -> None:
     found = train(shard(build(), mesh=hybrid()), before=each)
-    assert_same(found, train(build()))
+    assert_same(found, train(build(), alone=True))
     assert_same(found, train(shard(build(), 0, mesh=hybrid()), before=each), rtol=0, atol=0)
 
 
@@ -136,7 +136,7 @@ def test_merged_units_of_hybrid_meshes_are_one_process(each: Before) -> None:
 def test_mixed_precision_has_the_bits_of_unmerged_units() -> None:
     found = train(shard(build(), mp_policy=BFLOAT16), before=sync)
     assert_same(found, train(shard(build(), 0, mp_policy=BFLOAT16), before=sync), rtol=0, atol=0)
-    assert_same(found, train(build()), rtol=5e-2, atol=5e-3)
+    assert_same(found, train(build(), alone=True), rtol=5e-2, atol=5e-3)
 
 
 # ---- which units are merged, and what is sent -----------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_one_module_is_shown_and_hidden() -> None:
     torch.testing.assert_close(first(torch.ones(2, FEATURES)), source.layers[0](torch.ones(2, FEATURES)))
     with pytest.raises(ShardOperationError):
         second.up.weight @ torch.ones(FEATURES)  # a forward of a neighbour has hidden it
-    assert_same(train(model), train(source))
+    assert_same(train(model), train(source, alone=True))
 
 
 @on_ranks(2)
@@ -277,7 +277,7 @@ def test_one_module_is_called_alone() -> None:
     assert isinstance(model.layers[2].up.weight, DTensor)
     with torch.no_grad():
         assert model.layers[5](x).equal(source.layers[5](x))
-    assert_same(train(model), train(build()))
+    assert_same(train(model), train(build(), alone=True))
 
 
 # ---- settings that change later -------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ def test_parameters_names_and_state_dicts_stay_those_of_the_calls() -> None:
     held, optimizer = list(model.parameters()), sgd(model)
     before = model.state_dict()
     train(model)
-    train(source)
+    train(source, alone=True)
     assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
     assert list(model.state_dict()) == list(source.state_dict())
     assert_same(wholes(before.values()), wholes(source.state_dict().values()))  # they follow
@@ -362,7 +362,7 @@ def test_parameters_names_and_state_dicts_stay_those_of_the_calls() -> None:
     other = shard(build(), 0)
     train(other)
     other.load_state_dict({name: whole(value) for name, value in pickle_of(source.state_dict()).items()})
-    assert_same(train(other), train(source))
+    assert_same(train(other), train(source, alone=True))
     state = model.layers[1]._get_fsdp_state()
     assert state is not model.layers[0]._get_fsdp_state()
     assert state.modules == [model.layers[1]]
@@ -392,5 +392,5 @@ def test_a_root_of_several_modules_merges_below_each() -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard([model.first, model.last], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    assert_same(train(model), train(source))
+    assert_same(train(model), train(source, alone=True))
     assert unit_names(model) == ["", "first..last", "layers.0..5"]

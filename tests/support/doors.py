@@ -1,6 +1,6 @@
 """A model that any door has sharded, trained in the body of a test and compared with one process on the whole batch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from tests.support.case import SAMPLES, momentum
 from tests.support.on_ranks import fixed_seed
 from tests.support.zoo import ModelCase, TinyTransformer, token_case
 
-Noted = list[Tensor]
+Noted = list[Tensor | None]
 Before = Callable[[Any, bool], object]
 """What is done to a sharded model before a microbatch, the last of its step or not; or a block around it."""
 
@@ -68,7 +68,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def wholes(tensors: Any) -> Noted:
-    return [whole(each) for each in tensors if each is not None]
+    return [None if each is None else whole(each) for each in tensors]
 
 
 def backward(model: Any, index: int = 7, case: ModelCase = TOKENS, data_ranks: int = 0, factor: float = 1.0) -> Tensor:
@@ -86,27 +86,36 @@ def backward(model: Any, index: int = 7, case: ModelCase = TOKENS, data_ranks: i
     return total
 
 
+def clip_by_torch(model: nn.Module) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
 def train(
     model: Any,
     optimizer: torch.optim.Optimizer | None = None,
     before: Before | None = None,
     *,
+    alone: bool = False,
     steps: int = 2,
+    microbatches: int = 2,
     case: ModelCase = TOKENS,
     data_ranks: int = 0,
-    clips: bool = True,
+    clip: Callable[[Any], Tensor] | None = clip_by_torch,
 ) -> Noted:
-    """Steps of two microbatches, by SGD with momentum if unsaid: losses, gradients, norms, and at the end weights."""
+    """Steps of microbatches, by SGD with momentum if unsaid: losses, gradients, norms, and at the end weights."""
     optimizer, noted = momentum(model) if optimizer is None else optimizer, Noted()
-    is_sharded = any(isinstance(param, DTensor) for param in model.parameters())
     for step in range(steps):
-        for number in range(2):
-            around = before(model, number == 1) if before is not None and is_sharded else None
+        for number in range(microbatches):
+            around = before(model, number == microbatches - 1) if before is not None and not alone else None
             with around if isinstance(around, AbstractContextManager) else nullcontext():
-                noted.append(backward(model, 2 * step + number, case, data_ranks, 0.5))
+                noted.append(backward(model, microbatches * step + number, case, data_ranks, 1 / microbatches))
+        stepped = [param for group in optimizer.param_groups for param in group["params"]]
+        held = [*stepped, *(param.grad for param in stepped if param.grad is not None)]
+        # Else a model that nothing has sharded would be compared with itself.
+        assert {isinstance(each, DTensor) for each in held} == {not alone}
         noted += wholes(param.grad for param in model.parameters())
-        if clips:
-            noted.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        if clip is not None:
+            noted.append(whole(clip(model)))
         optimizer.step()
         optimizer.zero_grad()
     return noted + wholes(model.parameters())
@@ -119,7 +128,12 @@ def step(model: Any, optimizer: torch.optim.Optimizer, index: int, case: ModelCa
     optimizer.zero_grad()
 
 
-def assert_same(found: Noted, wanted: Noted, rtol: float | None = None, atol: float | None = None) -> None:
+def assert_same(
+    found: Sequence[Tensor | None],
+    wanted: Sequence[Tensor | None],
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> None:
     for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
         torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=partial("{}: {}".format, number))
 
@@ -132,4 +146,4 @@ def assert_like_one_process(
     **options: Any,
 ) -> None:
     """Train both: losses, gradients, norms and weights are the same; the optimizer is that of the sharded one."""
-    assert_same(train(model, optimizer, before, **options), train(plain, **options))
+    assert_same(train(model, optimizer, before, **options), train(plain, alone=True, **options))
