@@ -48,6 +48,10 @@ def setting_of(arrangement: Arrangement, strategy: Strategy, outer: int = 0) -> 
     return Setting(inner, outer_strategy=outer, arrangement=arrangement, options=options)
 
 
+def run_of(kind: str, setting: Setting, *batches: int) -> Run:
+    return trained(case_of(kind), setting, *batches, num_groups=1 if kind == "stacked" else 2)
+
+
 def named(run: Run) -> dict[str, Tensor]:
     """Whole weights of this rank's experts and of everything else, by their names over all ranks."""
     assert run.sharded is not None
@@ -55,7 +59,7 @@ def named(run: Run) -> dict[str, Tensor]:
 
 
 def save(kind: str, setting: Setting, folder: str) -> dict[str, Tensor]:
-    run = trained(case_of(kind), setting, 0, 1)
+    run = run_of(kind, setting, 0, 1)
     write(run, folder)
     return named(run)
 
@@ -64,7 +68,7 @@ def load_and_save(kind: str, setting: Setting, source: str, target: str) -> dict
     """Load by plain calls into a job that has stepped, and by the library into fresh ones; save again, and go on."""
     told = {}
     for what in ("by calls", "own", "plain"):
-        run = trained(case_of(kind), setting, *([5] if what == "by calls" else []))
+        run = run_of(kind, setting, *([5] if what == "by calls" else []))
         if what == "by calls":
             load_state(run.model, run.optimizer, f"{source}/plain")
         else:
@@ -139,7 +143,7 @@ def whole_dict(kind: str, seed: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_a_state_dict_is_that_of_all_experts_and_a_whole_one_loads(tmp_path: Path, kind: str) -> None:
-    run = trained(case_of(kind), setting_of(experts_of(sizes(2, 1)), 3), 0)
+    run = run_of(kind, setting_of(experts_of(sizes(2, 1)), 3), 0)
     whole, first = whole_dict(kind, 3), 2 * dist.get_rank()
     assert run.sharded is not None
     before = named(run)

@@ -1,6 +1,7 @@
 """Saved by one arrangement of ranks, loaded by all others: weights and optimizer, bit for bit, also by plain dcp."""
 
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron_fsdp.checkpoint.save import write_state
 from tests.conftest import RunRanks
 from tests.support.arrangements import divide_tensors, divide_tensors_and_sequences, hybrid, tensor_parallel
 from tests.support.case import Run, Scenario, Setting, whole_moments
-from tests.support.dcp_contents import contents, load_state, state_of
+from tests.support.dcp_contents import contents, load_state, same, state_of
 from tests.support.zoo import DENSE, MODEL_CASES, ModelCase, ModelName
 
 Places = dict[str, tuple[int, Setting]]
@@ -38,22 +39,24 @@ TENSOR_PARALLEL: Places = {
 }
 
 
-def by_kind(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW of two groups, as weight decay is usually given."""
+def by_kind(model: nn.Module, num_groups: int = 2) -> torch.optim.Optimizer:
+    """AdamW of two groups, as weight decay is usually given, or of one."""
     trainable = [param for param in model.parameters() if param.requires_grad]
+    if num_groups == 1:
+        return torch.optim.AdamW(trainable, lr=1e-2)
     matrices, others = ([param for param in trainable if (param.dim() > 1) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2, amsgrad=True)
 
 
-def trained(case: ModelCase, setting: Setting, *batches: int) -> Run:
-    run = Run(Scenario(lambda _run: None, case, by_kind), setting)
+def trained(case: ModelCase, setting: Setting, *batches: int, num_groups: int = 2) -> Run:
+    run = Run(Scenario(lambda _run: None, case, partial(by_kind, num_groups=num_groups)), setting)
     run.train(*batches)
     return run
 
 
 def whole_state(run: Run) -> dict[str, Tensor]:
-    """Weights and moments, gathered by the model's own means, under the keys that a checkpoint gives them."""
+    """Weights and moments, gathered by the model's own means, and steps, under the keys of a checkpoint."""
     assert run.sharded is not None
     found = {f"model.module.{name}": value.clone() for name, value in run.sharded.iter_full_tensors()}
     first: dict[int, str] = {}
@@ -64,6 +67,16 @@ def whole_state(run: Run) -> dict[str, Tensor]:
     by_name = {name: numbers.get(key) for key, name in run.sharded._engine.sharded_names().items()}
     for name, kind, value in whole_moments(run.sharded, run.optimizer):
         found[f"optimizer.state.{by_name[name]}.{kind}"] = value
+    for param, state in run.optimizer.state.items():
+        found[f"optimizer.state.{numbers[id(param)]}.step"] = state["step"].clone()
+    return found
+
+
+def with_options(run: Run) -> dict[str, Any]:
+    """The same, and the options of all groups."""
+    found: dict[str, Any] = whole_state(run)
+    for number, group in enumerate(run.optimizer.param_groups):
+        found |= {f"optimizer.param_groups.{number}.{key}": group[key] for key in group.keys() - {"params"}}
     return found
 
 
@@ -80,41 +93,48 @@ def write(run: Run, folder: str) -> None:
     write_state(collect(run.model, run.optimizer, 2), Path(folder) / "own")
 
 
-def save(case: ModelCase, setting: Setting, folder: str) -> tuple[dict[str, Tensor], float]:
-    run = trained(case, setting, 0, 1)
+def save(case: ModelCase, setting: Setting, folder: str, num_groups: int) -> tuple[dict[str, Any], float]:
+    run = trained(case, setting, 0, 1, num_groups=num_groups)
     write(run, folder)
-    return whole_state(run), loss_of(run)
+    return with_options(run), loss_of(run)
 
 
-def load_each(case: ModelCase, setting: Setting, folders: Collection[str]) -> dict[str, tuple[list[str], float]]:
+def load_each(
+    case: ModelCase, setting: Setting, folders: Collection[str], num_groups: int
+) -> dict[str, tuple[list[str], float]]:
     """Load checkpoints one after another, by us and by plain calls; by folder what differs, and the loss then."""
     told = {}
     for folder in folders:
-        run, library = trained(case, setting, 5), trained(case, setting, 5)
+        run, library = (trained(case, setting, *batches, num_groups=num_groups) for batches in ([5], []))
         load_state(run.model, run.optimizer, f"{folder}/plain")
-        report = load_checkpoint(library.model, library.optimizer, f"{folder}/own")
-        assert (report.iteration, report.is_complete) == (2, True)
-        assert [each.optimizer.param_groups[0]["lr"] for each in (run, library)] == [0.5, 0.5]
-        wrong = [differences(whole_state(each), contents(f"{folder}/plain")) for each in (run, library)]
-        told[folder] = wrong[0] + wrong[1], loss_of(run)
+        saved = contents(f"{folder}/plain")
+        wrong = differences(with_options(run), saved)
+        for batches in ([], [5]):  # into an optimizer that has no state, and into one that has
+            library.train(*batches)
+            report = load_checkpoint(library.model, library.optimizer, f"{folder}/own")
+            assert (report.iteration, report.is_complete) == (2, True)
+            wrong += differences(with_options(library), saved)
+        told[folder] = wrong, loss_of(run)
     return told
 
 
-def differences(found: dict[str, Tensor], saved: dict[str, Any]) -> list[str]:
-    tensors = {key: value for key, value in saved.items() if isinstance(value, Tensor) and not key.endswith(".step")}
-    told = [f"only in one: {key}" for key in found.keys() ^ tensors.keys()]
-    return told + [key for key in found.keys() & tensors.keys() if not torch.equal(found[key], tensors[key])]
+def differences(found: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+    saved = {key: value for key, value in saved.items() if not key.endswith(".params")}
+    told = [f"only in one: {key}" for key in found.keys() ^ saved.keys()]
+    return told + [key for key in found.keys() & saved.keys() if not same(found[key], saved[key])]
 
 
-def check(run_ranks: RunRanks, case: ModelCase, saved: Places, loaded: Places, folder: Path) -> None:
+def check(
+    run_ranks: RunRanks, case: ModelCase, saved: Places, loaded: Places, folder: Path, num_groups: int = 2
+) -> None:
     losses = {}
     for number, (ranks, setting) in enumerate(saved.values()):
         source = str(folder / str(number))
-        whole, losses[source] = run_ranks(ranks, save, case, setting, source)[0]
+        whole, losses[source] = run_ranks(ranks, save, case, setting, source, num_groups)[0]
         assert differences(whole, contents(f"{source}/plain")) == []
         assert sum(key.endswith(".exp_avg") and bool(value.any()) for key, value in whole.items()) > 3
     for place, (ranks, setting) in loaded.items():
-        for told in run_ranks(ranks, load_each, case, setting, list(losses)):
+        for told in run_ranks(ranks, load_each, case, setting, list(losses), num_groups):
             assert {key: differing for key, (differing, _) in told.items()} == {key: [] for key in losses}, place
             assert {key: loss for key, (_, loss) in told.items()} == pytest.approx(losses, rel=1e-6), place
 
@@ -146,4 +166,4 @@ def test_other_models(
 
 @pytest.mark.full
 def test_tensor_parallel_sizes_in_every_direction(run_ranks: RunRanks, tmp_path: Path) -> None:
-    check(run_ranks, DENSE, TENSOR_PARALLEL, TENSOR_PARALLEL, tmp_path)
+    check(run_ranks, DENSE, TENSOR_PARALLEL, TENSOR_PARALLEL, tmp_path, num_groups=1)
