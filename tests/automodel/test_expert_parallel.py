@@ -264,6 +264,7 @@ def test_the_engine_refuses_what_it_cannot_do_with_experts_on_all_ranks() -> Non
     with_buffer.get_submodule(NAME).register_buffer("scale", torch.ones(4))
     config = strategy("megatron_fsdp")
     for wanted, model, options in (
+        ("LlamaForCausalLM has no module called experts", build("llama"), {}),
         (f"{NAME} (MixtralExperts) has a buffer (scale); expert parallelism needs", with_buffer, {}),
         (f"{NAME} has 3 experts (config.num_local", build("mixtral", num_hidden_layers=1, num_local_experts=3), {}),
         (

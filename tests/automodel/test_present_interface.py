@@ -208,8 +208,8 @@ def test_a_setup_has_parts_of_its_own() -> None:
         ("world_size=3, but there are 1 ranks", {"world_size": 3}),
     ]
     for words, fields in refused:
-        assert re.search(words, refusal(DistributedSetup.build, error=ValueError, **fields))
-    refusal(DistributedSetup.build, error=TypeError, tp=2)
+        assert re.search(words, refusal(DistributedSetup.build, error=ConfigurationError, **fields))
+    assert "tp" in refusal(DistributedSetup.build, error=TypeError, tp=2)
 
 
 # ---- the section of YAML ---------------------------------------------------------------------------------------------

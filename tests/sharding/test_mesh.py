@@ -1,13 +1,18 @@
 """Groups and sub-meshes on real process groups (gloo), one scenario per test."""
 
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, make_rank_mesh, rank_mesh_of
-from tests.support.on_ranks import on_ranks, refusal
+from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import refusal as any_refusal
+
+refusal = partial(any_refusal, error=ConfigurationError)
 
 
 def mesh_of(shape: tuple[int, ...], *names: str) -> DeviceMesh:

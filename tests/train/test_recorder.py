@@ -210,7 +210,8 @@ def test_tensorboard_holds_every_step_once_after_a_restart(tmp_path: Path) -> No
 
 
 def test_wandb_gets_one_run_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = Mock()
+    wandb = Mock(spec=["init"])
+    wandb.init.return_value = Mock(spec=["define_metric", "log", "finish"])
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     train_twice(job_of_words("--preset tiny --wandb-project mine --wandb-exp-name first"), tmp_path)

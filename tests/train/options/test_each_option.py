@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fsdp.ddp.resolve import resolve_ddp
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import OPTIONS
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import Job
@@ -64,7 +65,7 @@ def test_a_recipe_chooses_the_weight_format(words: str, formats: str) -> None:
     ],
 )
 def test_recipes_and_fields_that_mean_nothing_are_refused(words: str, message: str) -> None:
-    assert re.search(message, refusal(job_of, words))
+    assert re.search(message, refusal(job_of, words, error=ConfigurationError))
 
 
 @pytest.mark.parametrize(

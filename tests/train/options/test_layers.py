@@ -1,15 +1,19 @@
 """Defaults, a preset, a configuration file and flags: who wins, what a file may say, and where each value came from."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import Options
 from megatron_fsdp.train.options.command_line import parse_options
 from megatron_fsdp.train.options.job import World, resolve
-from tests.support.on_ranks import refusal
+from tests.support import on_ranks
+
+refusal = partial(on_ranks.refusal, error=ConfigurationError)
 
 Write = Callable[[str], Path]
 

@@ -1,15 +1,19 @@
 """Values and combinations of options: what is possible, and the words about what is not."""
 
 import re
+from functools import partial
 
 import pytest
 
+from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import OPTIONS
 from megatron_fsdp.train.options.checks import parse_split, require_there
 from megatron_fsdp.train.options.command_line import PRESETS, parse_options
 from megatron_fsdp.train.options.job import Job, World, check_environment
-from tests.support.on_ranks import refusal
+from tests.support import on_ranks
 from tests.support.train_program import job_of_words
+
+refusal = partial(on_ranks.refusal, error=ConfigurationError)
 
 RUN = "--preset tiny"
 IDS = "--tokenizer-type NullTokenizer --data-path ids"
@@ -151,9 +155,9 @@ def test_other_splits_are_refused() -> None:
 # ---- variables of the environment that the user guide warns of -------------------------------------------------------
 
 
-@pytest.mark.parametrize("flag", ["--use-megatron-fsdp", "--use-torch-fsdp2"])
-def test_one_connection_is_refused_with_full_sharding(flag: str) -> None:
-    job = job_of(f"{RUN} {flag}")
+@pytest.mark.parametrize(("words", "flag"), [("", "--use-megatron-fsdp"), 2 * ("--use-torch-fsdp2",)])
+def test_one_connection_is_refused_with_full_sharding(words: str, flag: str) -> None:
+    job = job_of(f"{RUN} {words}")
     told = refusal(check_environment, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, job, World(4, "cuda"))
     assert told == (
         "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all kernels into one queue, where gathers and reductions of "
