@@ -62,8 +62,13 @@ def test_a_copy_is_equal_and_apart_and_each_tensor_owns_just_its_bytes() -> None
         assert not tensor.requires_grad
 
 
+class NeverLoaded(Stateful):
+    def load_state_dict(self, state: Any) -> None:
+        raise NotImplementedError
+
+
 def test_nesting_objects_and_what_has_a_state_dict() -> None:
-    counter, stream, names = Stateful({"count": torch.tensor(3), "names": ["a"]}), io.BytesIO(b"bytes"), {"a", "b"}
+    counter, stream, names = NeverLoaded({"count": torch.tensor(3), "names": ["a"]}), io.BytesIO(b"bytes"), {"a", "b"}
     module = nn.Linear(2, 2)
     state = {
         "nested": OrderedDict(list=[torch.ones(2), {"deep": (torch.zeros(1), "text")}], none=None),

@@ -24,7 +24,7 @@ from megatron_fsdp.checkpoint.save import SealingPlanner, write_state
 from megatron_fsdp.checkpoint.save_plan import Layouts, SavedTensor, boxes_of
 from megatron_fsdp.errors import CheckpointError
 from megatron_fsdp.sharding.shards import BufferCut, MeshUse, ShardDescription
-from tests.support.arrangements import hybrid_arguments
+from tests.support.arrangements import hybrid_arguments, mesh_of
 from tests.support.case import shard
 from tests.support.dcp_contents import Stateful
 from tests.support.on_ranks import of_ranks, on_ranks, once, refusal
@@ -35,7 +35,8 @@ def trained(sizes: tuple[int, int], strategy: int) -> tuple[nn.Module, torch.opt
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 5), nn.PReLU(), nn.Linear(5, 3), nn.BatchNorm1d(3))
     options = {"zero_dp_strategy": strategy, "fsdp_unit_modules": [nn.Linear]}
-    places = hybrid_arguments(*sizes) if sizes[0] > 1 else {}
+    flat = {"device_mesh": mesh_of(sizes, ("outer", "inner")), "dp_shard_dim": "inner"}
+    places = hybrid_arguments(*sizes) if sizes[0] > 1 else flat
     wrapped, optimizer = shard(model, lambda model: torch.optim.Adam(model.parameters()), **options, **places)
     wrapped(torch.randn(4, 7)).square().sum().backward()
     optimizer.step()

@@ -122,8 +122,10 @@ def test_state_dicts_of_uneven_tensors_are_saved_and_loaded(tmp_path: Path) -> N
     empty = {name: torch.zeros_like(whole) for name, whole in wholes.items()}
     dcp.load({"model": empty}, checkpoint_id=tmp_path)
     assert_equal_tensors(empty, wholes)
+    state = {str(index): tensor for index, (tensor, _) in enumerate([*stock_cases(), *own_cases()])}
     for tensor in state.values():
         tensor.to_local().zero_()
+    uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state)
     dcp.load({"model": state}, checkpoint_id=tmp_path)
     full = uneven_dtensor.uneven_dtensor_to_full_tensor
     assert_equal_tensors({name: full(tensor) for name, tensor in state.items()}, wholes)

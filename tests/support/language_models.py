@@ -71,7 +71,8 @@ def build(kind: str, seed: int = 0, *, attention: str | None = None, **changes: 
         factory: Any = transformers.AutoModelForCausalLM
         model = factory.from_config(config_of(kind, **changes), attn_implementation=attention, dtype=torch.float32)
         for name, param in model.named_parameters():
-            if param.ndim == 1:  # norms start at one or zero and biases at zero: a swap would not be seen
+            # Norms start at one or zero and biases at zero: a swap would not be seen.
+            if param.ndim == 1 or name.endswith("bias"):
                 param.add_(torch.randn(param.shape) * 0.1)
             elif "norm" not in name:
                 param.mul_(3.0)  # larger weights, so that wrong ones show

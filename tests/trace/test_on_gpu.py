@@ -1,7 +1,6 @@
 """On CUDA: times are those of streams, taken without waiting for them."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -16,17 +15,17 @@ from tests.trace.training import sharded_tower, train
 pytestmark = pytest.mark.gpu
 
 
-def _train(is_traced: bool) -> tuple[dict[str, Any], Timeline | None]:
-    return train(sharded_tower(device="cuda"), is_traced)
+def _train(is_traced: bool) -> tuple[list[float], Timeline | None, dict[str, int]]:
+    values, timeline = train(sharded_tower(device="cuda"), is_traced)
+    return values["losses"], timeline, {"gather": values["traffic"].gathers, "reduce": values["traffic"].reductions}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_recording_on_streams(run_ranks: RunRanks, ranks: int) -> None:
     plain = run_ranks(ranks, _train, False, device_type="cuda")
     traced = run_ranks(ranks, _train, True, device_type="cuda")
-    for (values, timeline), (expected, _) in zip(traced, plain, strict=True):
-        assert values["losses"] == expected["losses"]
-        sent = {"gather": values["traffic"].gathers, "reduce": values["traffic"].reductions}
+    for (losses, timeline, sent), (expected, _, _) in zip(traced, plain, strict=True):
+        assert losses == expected
         assert (timeline.clock, timeline.memory_kind) == ("stream", "allocated")
         assert Counter(span.phase for span in timeline.spans)["forward"] == 2 * (FLOORS + 1)
         assert all(span.duration_ns >= 0 for span in timeline.spans)

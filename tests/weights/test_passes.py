@@ -132,6 +132,8 @@ def on_two_dimensions(kind: ExpertsKind | None) -> tuple[dict[str, Tensor], nn.M
 @on_ranks(4)
 def test_parts_of_all_ranks_are_put_together_under_their_global_names(kind: ExpertsKind | None) -> None:
     wanted, sharded = on_two_dimensions(kind)
+    cast = {name: tensor.bfloat16() for name, tensor in wanted.items()}
+    assert same_tensors(dict(WeightSource(sharded, bucket_bytes=3000)), cast)  # type: ignore[arg-type]
     for destination in ("all", 3, "spread"):
         source = WeightSource(sharded, dtype=None, bucket_bytes=2000, destination=destination)
         found, held = dict(source), source.held_names()

@@ -159,8 +159,10 @@ def opt(_: nn.Module) -> nn.Module:
     """Attention that counts its heads by an attribute."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     own = {"ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32, "dropout": 0.0}
-    with fixed_seed(0):
-        model: nn.Module = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, **own, init_std=0.2))
+    model: nn.Module = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, **own))
+    with fixed_seed(0), torch.no_grad():
+        for param in model.parameters():  # biases start at zero, norms at one: a swap would not be seen
+            param.copy_(torch.randn(param.shape) * 0.2)
     return model.train()
 
 
