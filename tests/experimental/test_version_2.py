@@ -13,7 +13,7 @@ from megatron_fsdp.errors import NotSupportedYetError
 from megatron_fsdp.fully_shard import fully_shard_optimizer
 from tests.support.doors import Noted, assert_same, build, train
 from tests.support.on_ranks import assert_equal_tensors, engine_of, fixed_seed, on_ranks, refusal
-from tests.support.zoo import FLOORS, TOWER, Block, Floor, TinyTransformer, Tower
+from tests.support.zoo import FLOORS, Block, Floor, TinyTransformer, Tower, tower_case
 
 
 def wrapped(version: int, **fields: Any) -> DistributedDataParallel:
@@ -26,7 +26,7 @@ def wrapped(version: int, **fields: Any) -> DistributedDataParallel:
 def trained(model: MegatronFSDP) -> Noted:
     """What three steps of two microbatches give, the first of them without a sync."""
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    options: Any = {"steps": 3, "case": TOWER, "clip": lambda model: model.clip_grad_norm_(0.01)}
+    options: Any = {"steps": 3, "case": tower_case(), "clip": lambda model: model.clip_grad_norm_(0.01)}
     return train(model, optimizer, lambda _, is_last: None if is_last else model.no_sync(), **options)
 
 

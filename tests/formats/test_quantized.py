@@ -31,10 +31,9 @@ from tests.support.case import (
     Tolerance,
     check_jobs,
     full_of,
-    like_torch,
-    one_by_one,
     sgd,
 )
+from tests.support.doors import in_place, one_by_one
 from tests.support.on_ranks import fixed_seed, on_ranks, refusal
 from tests.support.tensor_extension import Coded
 from tests.support.zoo import ModelCase, make_vector_batch, vector_loss
@@ -160,8 +159,8 @@ DOORS: dict[str, Any] = {
     **{f"strategy {number}": Setting(number) for number in range(4)},
     "hybrid": Setting(3, arrangement=hybrid(2, 2)),
     "fine-grained": Setting(3, options=(("enable_fine_grained_param_gather", True),)),
-    "fsdp2": InPlace(like_torch),
-    "experimental": InPlace(one_by_one),
+    "fsdp2": InPlace(partial(one_by_one, fsdp2.fully_shard)),
+    "experimental": InPlace(in_place),
 }
 
 
@@ -324,6 +323,6 @@ def test_optimizers_with_kernels_of_their_own_are_refused(library: str) -> None:
     words = f"AdamW8bit of {library.partition('.')[0]} steps plain tensors with kernels of its own"
     model = build()
     assert words in refusal(fully_shard, model, kind(adapters(model), lr=0.1))
-    like_torch([*model[:2], model])
+    one_by_one(fsdp2.fully_shard, *model[:2], model)
     model(torch.ones(1, WIDTH)).sum().backward()
     assert words in refusal(kind(adapters(model), lr=0.1).step)  # which nothing has connected

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp import fully_shard_model
+from megatron_fsdp import fsdp2, fully_shard_model
 from tests.conftest import RunRanks
 from tests.support.arrangements import divide_tensors, tensor_parallel
 from tests.support.arrangements import hybrid as hybrid_ranks
@@ -22,15 +22,17 @@ from tests.support.case import (
     Scenario,
     Setting,
     assert_parity,
-    like_torch,
     reference,
     run_sharded,
     three_steps,
 )
+from tests.support.doors import one_by_one
 from tests.support.on_ranks import fixed_seed, on_ranks, refusal
 from tests.support.optimizer_reference import hybrid
 from tests.support.tensor_extension import Coded
 from tests.support.zoo import ModelCase, make_vector_batch, vector_loss
+
+LIKE_TORCH = partial(one_by_one, fsdp2.fully_shard)
 
 
 class Int8Gather(torch.Tensor):
@@ -204,8 +206,8 @@ def sharded(kind: Callable[[torch.Tensor], torch.Tensor]) -> Run:
     [
         (Int8Gather, 3, Setting(3)),
         (BlockGather, 4, Setting(3, arrangement=hybrid_ranks(2, 2))),
-        (Int8Gather, 3, InPlace(like_torch)),
-        (BlockGather, 3, InPlace(like_torch)),
+        (Int8Gather, 3, InPlace(LIKE_TORCH)),
+        (BlockGather, 3, InPlace(LIKE_TORCH)),
     ],
 )
 def test_training_equals_one_process_that_rounds(

@@ -200,7 +200,7 @@ def test_what_cannot_step_in_backward_is_refused_on_entering() -> None:
     assert "since its step is none of those of torch" in refused(lambda params: torch.optim.Adafactor(params))
     assert "AdamW8bit cannot step in backward" in refused(lambda params: AdamW8bit(params, lr=1e-2))
     assert "gradients are checked" in refused(report_nan_in_param_grad=True)
-    assert "what was used (find_unused_parameters, skipped units" in refused(find_unused_parameters=True)
+    assert "used parameters when backward ends (find_unused_parameters, skipped" in refused(find_unused_parameters=True)
     half = MixedPrecisionPolicy(torch.float32, torch.bfloat16)
     assert "gradients are cast" in refused(mixed_precision_policy=half)
     model, optimizer = build()

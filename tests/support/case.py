@@ -26,17 +26,14 @@ from megatron_fsdp import (
     DistributedDataParallelConfig,
     MegatronFSDP,
     MixedPrecisionPolicy,
-    experimental,
-    fsdp2,
     fully_shard,
     fully_shard_model,
     fully_shard_optimizer,
 )
 from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.engine.param_group import ParameterGroup
-from megatron_fsdp.experimental.placement import Flat
 from megatron_fsdp.state.gathers import parts_of
-from tests.support.arrangements import FLAT, Arrangement, Values, mesh_of
+from tests.support.arrangements import FLAT, Arrangement, Values
 from tests.support.on_ranks import Test, assert_equal_tensors, fixed_seed
 from tests.support.zoo import IGNORED, Batch, ModelCase
 
@@ -123,25 +120,13 @@ class Setting:
 class InPlace:
     """A setting without a wrapper: `shard_all` is given the units of a model, inner ones first, and the model."""
 
-    shard_all: Callable[[Sequence[nn.Module]], object]
+    shard_all: Callable[..., object]
     arrangement: Arrangement = FLAT
 
     def shard(self, scenario: Scenario, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
         units = [module for module in model.modules() if isinstance(module, scenario.case.unit_classes)]
-        self.shard_all([*reversed(units), model])
+        self.shard_all(*reversed(units), model)
         return model, scenario.optimizer(model)
-
-
-def like_torch(modules: Sequence[nn.Module]) -> None:
-    for module in modules:
-        fsdp2.fully_shard(module)
-
-
-def one_by_one(modules: Sequence[nn.Module]) -> None:
-    mesh, cut = mesh_of((dist.get_world_size(),), ("dp",)), [Flat()]
-    with experimental.fully_shard_context("cpu"):
-        for module in modules:
-            experimental.fully_shard(module, mesh, experimental.Placements(["dp"], cut, cut, cut))
 
 
 Job = tuple[Scenario, Any]

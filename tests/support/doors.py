@@ -30,19 +30,19 @@ def build(make: Callable[..., Any] = TinyTransformer, seed: int = 0, **options: 
 
 
 def in_buckets(model: nn.Module, fields: Mapping[str, Any], **options: Any) -> DistributedDataParallel:
-    """Wrap a model as the fields of a configuration say."""
+    """Wrap a model by `DistributedDataParallel`, with these fields of its configuration."""
     return DistributedDataParallel(DistributedDataParallelConfig(**fields), model, **options)
 
 
 def one_by_one(by: Callable[..., Any], *modules: nn.Module, **options: Any) -> Any:
-    """Shard modules by calls, inner ones first; returns the last."""
+    """Shard modules by one call each, inner ones first; return the last."""
     for module in modules:
         by(module, **options)
     return modules[-1]
 
 
 def in_place(*modules: nn.Module) -> Any:
-    """The same by the per-module interface, where all is sharded over all ranks."""
+    """Shard modules one by one by the per-module API: weights, gradients and optimizer state, over all ranks."""
     cut = [Shard(0)]
     with experimental.fully_shard_context("cpu"):
         placements = experimental.Placements([0], cut, cut, cut)
@@ -50,12 +50,12 @@ def in_place(*modules: nn.Module) -> Any:
 
 
 def ring() -> DeviceMesh:
-    """All ranks in one dimension."""
+    """Make a mesh of all ranks in one dimension."""
     return mesh_of((dist.get_world_size(),), ("shard",))
 
 
 def hybrid() -> DeviceMesh:
-    """Two replicas."""
+    """Make a mesh of two replicas, each sharded over half of the ranks."""
     return mesh_of((2, dist.get_world_size() // 2), ("replicate", "shard"))
 
 
@@ -72,7 +72,7 @@ def wholes(tensors: Any) -> Noted:
 
 
 def backward(model: Any, index: int = 7, case: ModelCase = TOKENS, data_ranks: int = 0, factor: float = 1.0) -> Tensor:
-    """Forward and backward of a batch, on a sharded model of this rank's part; the loss, as the mean over the ranks."""
+    """Run forward and backward of a batch, of this rank's part if sharded; return the mean loss of the ranks."""
     batch = case.make_batch(SAMPLES, torch.Generator().manual_seed(index))
     is_sharded, ranks = any(isinstance(param, DTensor) for param in model.parameters()), dist.get_world_size()
     data_ranks = data_ranks or ranks
@@ -102,7 +102,7 @@ def train(
     data_ranks: int = 0,
     clip: Callable[[Any], Tensor] | None = clip_by_torch,
 ) -> Noted:
-    """Steps of microbatches, by SGD with momentum if unsaid: losses, gradients, norms, and at the end weights."""
+    """Train by SGD with momentum, or the optimizer given; return losses, gradients, norms, and at the end weights."""
     optimizer, noted = momentum(model) if optimizer is None else optimizer, Noted()
     for step in range(steps):
         for number in range(microbatches):
@@ -122,7 +122,7 @@ def train(
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, index: int, case: ModelCase = TOKENS) -> None:
-    """One step of one batch."""
+    """Train one step of one batch."""
     backward(model, index, case)
     optimizer.step()
     optimizer.zero_grad()
@@ -145,5 +145,5 @@ def assert_like_one_process(
     optimizer: torch.optim.Optimizer | None = None,
     **options: Any,
 ) -> None:
-    """Train both: losses, gradients, norms and weights are the same; the optimizer is that of the sharded one."""
+    """Train both, and assert equal losses, gradients, norms and weights; `optimizer` steps the sharded model."""
     assert_same(train(model, optimizer, before, **options), train(plain, alone=True, **options))

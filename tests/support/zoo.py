@@ -764,9 +764,6 @@ class Tower(nn.Module):
         return self.last(self.floors(self.first(x)))
 
 
-TOWER = ModelCase(Tower, partial(make_vector_batch, features=(TOWER_FEATURES,) * 2), vector_loss, (Floor,))
-
-
 def tower_loss(model: nn.Module, x: Tensor) -> Tensor:
     output: Tensor = model(x)
     return output.float().square().mean()

@@ -200,7 +200,7 @@ class EngineOptions:
         )
 
     @property
-    def asks_what_was_used(self) -> bool:
+    def always_agrees_on_usage(self) -> bool:
         """True if ranks agree at every sync on the parameters that any of them used."""
         return self.find_unused_parameters or self.skip_order is not None  # a step may use a unit on no rank at all
 

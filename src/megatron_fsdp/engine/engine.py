@@ -177,7 +177,7 @@ class Engine:
         self._was_captured = False  # there is a graph that may be replayed at any time
         # Apart for each: the ranks that share a dense parameter hold different experts.
         self._usage = {
-            rank_mesh: UsageAgreement(rank_mesh, self.device, options.asks_what_was_used, self.remedies.join)
+            rank_mesh: UsageAgreement(rank_mesh, self.device, options.always_agrees_on_usage, self.remedies.join)
             for rank_mesh in self.rank_meshes
         }
         self._modes = {id(unit.mode): unit.mode for unit in self.units}.values()

@@ -249,7 +249,7 @@ def _hand_over_groups(engine: Engine, take: Take | None) -> GroupsOfBackward:
         ),
         (is_checked, "gradients are checked when backward ends (report_nan_in_param_grad and its kin)"),
         (casts, "gradients are cast when backward ends, since main_grads_dtype is not main_params_dtype"),
-        (asks, "ranks ask when backward ends what was used (find_unused_parameters, skipped units, experts)"),
+        (asks, "ranks agree on used parameters when backward ends (find_unused_parameters, skipped units, experts)"),
     ):
         if holds:
             raise ConfigurationError(f"an optimizer cannot step in backward where {reason}; leave step_in_backward out")
