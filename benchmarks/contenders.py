@@ -30,7 +30,7 @@ from megatron_fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from megatron_fsdp.comm.axis import Axis, Traffic
+from megatron_fsdp.comm.collectives import Axis, Traffic
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.optim.optimizer import kinds_of
 from megatron_fsdp.optional_packages import require

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.contenders import UNTRAINED
 from benchmarks.operators import Moved
-from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.comm.collectives import Traffic
 
 TOLERANCES = {"float32": 1e-6, "bfloat16": 1e-4}
 """Largest relative difference of losses by dtype, well below the 1e-3 by which ranks that do not communicate differ."""

@@ -52,7 +52,7 @@ from megatron_fsdp.checkpoint.folder import CheckpointFolder
 from megatron_fsdp.checkpoint.save import SEAL, SealingPlanner, SealingWriter
 from megatron_fsdp.checkpoint.save_plan import Layouts, Written, boxes_of
 from megatron_fsdp.comm import agreement
-from megatron_fsdp.comm.axis import real_values
+from megatron_fsdp.comm.collectives import real_values
 from megatron_fsdp.plan.models import balanced_experts, build_meta_model
 from megatron_fsdp.plan.simulate import built_without_memory, simulated_model, simulated_ranks
 

@@ -22,7 +22,7 @@ from benchmarks.launching import timed
 from benchmarks.operators import Moved, MovedModel
 from benchmarks.report import LiveBytes, RankReading, Request, RunReading
 from benchmarks.workloads import WORKLOADS, Microbatch, build_model, loss_of, make_batch
-from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.comm.collectives import Traffic
 
 _MEASURED_ACTS = 3
 """Steps whose highest peak counts: what the threads of gloo still hold differs a little."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.support.source_tree import SOURCE, module_name, own_files, own_imports, parse, python_files, short_name
 
-DEVICE_FILES = {"src/megatron_fsdp/comm/streams.py", "src/megatron_fsdp/comm/registration.py"}
+DEVICE_FILES = {"src/megatron_fsdp/comm/collectives.py", "src/megatron_fsdp/comm/registration.py"}
 """The only files that may name `torch.cuda`."""
 
 _LAYERS = (

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from megatron_fsdp.sharding.layout import plan_layout
+from megatron_fsdp.sharding.placement import plan_layout
 
 Shape = tuple[int, ...]
 

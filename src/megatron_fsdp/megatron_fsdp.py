@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from megatron_fsdp.comm.agreement import Groups, agreed, all_agree
-from megatron_fsdp.comm.axis import Traffic
-from megatron_fsdp.comm.streams import resolve_device
+from megatron_fsdp.comm.collectives import Traffic, resolve_device
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig, ShardingStrategy
 from megatron_fsdp.config.engine_options import (
     EngineOptions,
@@ -38,9 +37,9 @@ from megatron_fsdp.describe.model import MemoryUse, describe, memory_of
 from megatron_fsdp.dtensor.tensor import check_conversion
 from megatron_fsdp.engine.hooks import calls_of
 from megatron_fsdp.engine.hooks import join as join_units
-from megatron_fsdp.engine.memory_plan import bucket_count
 from megatron_fsdp.engine.observer import Observer
 from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.plans import bucket_count
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, explains_arguments, warn_caller
 from megatron_fsdp.hang.watch import log_for_hangs, stop_logging_for_hangs

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fsdp.comm.agreement import Groups, agreed, gather_over
-from megatron_fsdp.comm.axis import is_simulated
+from megatron_fsdp.comm.collectives import is_simulated
 from megatron_fsdp.dtensor.shard_spec import ShardSpec, cut_up, describe_chunks, gather_full, gather_padded
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, asked_chunk, boxes_here, sharded_dims
 from megatron_fsdp.errors import warn_caller

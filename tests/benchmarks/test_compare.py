@@ -28,7 +28,7 @@ from benchmarks.report import LiveBytes, RankReading, RunReading, disagreements,
 from benchmarks.worker import live_host_bytes
 from benchmarks.workloads import WORKLOADS, make_batch
 from megatron_fsdp import optional_packages
-from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.comm.collectives import Traffic
 from megatron_fsdp.errors import ConfigurationError, MissingPackageError
 from tests.support.api_net import mesh
 from tests.support.on_ranks import on_ranks

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_fsdp.comm.axis import Axis, Traffic
+from megatron_fsdp.comm.collectives import Axis, Traffic
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.dtensor.shard_spec import LocalChunks, part_of
-from megatron_fsdp.engine.group_plan import Sharding
+from megatron_fsdp.engine.plans import Sharding
 from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.placement import placements_for
 from megatron_fsdp.sharding.shards import Box, ShardDescription

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.automodel.meshes import set_up_ranks
-from megatron_fsdp.comm.axis import Axis, add_up_into, put_scaled, sum_received
+from megatron_fsdp.comm.collectives import Axis, add_up_into, put_scaled, sum_received
 from megatron_fsdp.comm.groups import bound_device
 from megatron_fsdp.doctor.local_ranks import join_job
 from megatron_fsdp.train.ranks import join_ranks

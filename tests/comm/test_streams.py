@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.streams import CudaCommStream, HostCommStream, make_comm_stream, resolve_device
+from megatron_fsdp.comm.collectives import CudaCommStream, HostCommStream, make_comm_stream, resolve_device
 
 
 class LoggedWork:

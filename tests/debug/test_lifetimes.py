@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
-from megatron_fsdp.comm.streams import HostCommStream, HostWork
+from megatron_fsdp.comm.collectives import HostCommStream, HostWork
 from megatron_fsdp.config.engine_options import resolve_check_lifetimes
 from megatron_fsdp.debug.lifetimes import LEGAL, BorrowedMemory, Event, State, next_state
 from megatron_fsdp.engine.executor import Executor

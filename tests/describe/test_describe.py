@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron_fsdp import fully_shard
-from megatron_fsdp.comm.axis import real_values
+from megatron_fsdp.comm.collectives import real_values
 from megatron_fsdp.describe.description import Description
 from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.fully_shard import fully_shard_model

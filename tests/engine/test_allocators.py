@@ -9,7 +9,7 @@ import torch
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import WeightAllocator
 from megatron_fsdp.engine.memory import Block, BlockPool, CommunicationPool
-from megatron_fsdp.engine.memory_plan import Use, prefetch_depth
+from megatron_fsdp.engine.plans import Use, prefetch_depth
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
 from tests.engine.test_memory_bytes import peak_of_backward, peak_of_unsharded

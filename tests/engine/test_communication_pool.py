@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy
-from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.comm.collectives import Axis
 from megatron_fsdp.comm.registration import UserBuffers
-from megatron_fsdp.engine.memory_plan import Use
+from megatron_fsdp.engine.plans import Use
 from megatron_fsdp.errors import ConfigurationError
 from tests.support.arrangements import hybrid_arguments
 from tests.support.case import shard

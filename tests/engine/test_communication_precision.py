@@ -18,7 +18,7 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_model,
 )
-from megatron_fsdp.comm import axis as collectives
+from megatron_fsdp.comm import collectives
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp import MixedPrecisionPolicy
-from megatron_fsdp.comm.streams import ChainedWork, CommStream, CudaCommStream, Launch, Work
+from megatron_fsdp.comm.collectives import ChainedWork, CommStream, CudaCommStream, Launch, Work
 from megatron_fsdp.engine import gradients
 from megatron_fsdp.engine.executor import Executor
 from megatron_fsdp.engine.unit import Unit

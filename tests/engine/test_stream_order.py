@@ -19,12 +19,11 @@ from torch import Tensor
 from megatron_fsdp import MixedPrecisionPolicy
 from megatron_fsdp.checkpoint.background import StagingBuffers
 from megatron_fsdp.checkpoint.checkpointer import Checkpointer
-from megatron_fsdp.comm.streams import CommStream
+from megatron_fsdp.comm.collectives import CommStream
 from megatron_fsdp.engine.executor import Executor
-from megatron_fsdp.engine.gradients import GradientBuffers
+from megatron_fsdp.engine.gradients import GradientBuffers, GradientReducer, Stage
 from megatron_fsdp.engine.memory import BlockPool
 from megatron_fsdp.engine.observer import Observer
-from megatron_fsdp.engine.reducer import GradientReducer, Stage
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import CheckpointError
 from tests.conftest import RunRanks

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, fully_shard_model
-from megatron_fsdp.comm.streams import Moment
+from megatron_fsdp.comm.collectives import Moment
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.hang.explain import Doing, state_of

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_fsdp import DistributedDataParallel, DistributedDataParallelConfig, MegatronFSDP, fully_shard
-from megatron_fsdp.comm.axis import real_values
+from megatron_fsdp.comm.collectives import real_values
 from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy

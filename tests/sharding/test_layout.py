@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp.sharding.layout import Layout, plan_layout
+from megatron_fsdp.sharding.placement import Layout, plan_layout
 
 WHOLE_ROWS = 1e6
 """A waste that is always worth whole rows."""

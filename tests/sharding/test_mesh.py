@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.comm.collectives import Traffic
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex, make_rank_mesh, rank_mesh_of
 from tests.support.on_ranks import on_ranks

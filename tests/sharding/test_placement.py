@@ -11,15 +11,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.comm.axis import Axis
-from megatron_fsdp.comm.streams import HostCommStream
+from megatron_fsdp.comm.collectives import Axis, HostCommStream
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.precision import ResolvedPrecision
 from megatron_fsdp.engine.gradients import GradientBuffers
-from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, plan_unit
+from megatron_fsdp.engine.plans import GroupPlan, ModelSharding, Sharding, plan_unit
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.layout import plan_layout
 from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.placement import (
     GradientReduction,
@@ -28,6 +26,7 @@ from megatron_fsdp.sharding.placement import (
     gradient_reduction,
     held_region,
     placements_for,
+    plan_layout,
     shard_count,
     strategies_of,
 )

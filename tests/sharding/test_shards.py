@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.layout import plan_layout
+from megatron_fsdp.sharding.placement import plan_layout
 from megatron_fsdp.sharding.shards import (
     BufferCut,
     ListedCut,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fsdp.config.precision import WEIGHT_FORMAT_NAMES
-from megatron_fsdp.sharding.layout import plan_layout
+from megatron_fsdp.sharding.placement import plan_layout
 from megatron_fsdp.sharding.weight_formats import WEIGHT_FORMATS, WeightFormat, encoded_bytes
 from tools.padding_table import groups
 

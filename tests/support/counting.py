@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron_fsdp.comm import axis
-from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.comm import collectives
+from megatron_fsdp.comm.collectives import Traffic
 from tests.support.settling import steady
 
 
@@ -180,7 +180,7 @@ def own_part(broadcast: Any) -> Any:
 def is_of_gather() -> bool:
     """Whether what is dispatched now is one of the broadcasts of an all-gather."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not axis._gather_by_broadcasts.__code__:
+    while frame is not None and frame.f_code is not collectives._gather_by_broadcasts.__code__:
         frame = frame.f_back
     return frame is not None
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp import MegatronFSDP
-from megatron_fsdp.comm.streams import Moment
+from megatron_fsdp.comm.collectives import Moment
 from megatron_fsdp.engine.observer import Observer, Phase
 
 _MOMENTS = (Moment.LAUNCHES, Moment.LAUNCHED, Moment.WAITS)

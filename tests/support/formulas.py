@@ -10,11 +10,17 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.comm.collectives import Traffic
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import WeightAllocator
-from megatron_fsdp.engine.group_plan import GroupPlan
-from megatron_fsdp.engine.memory_plan import BLOCK_ALIGNMENT_BYTES, UnitWeights, WeightPlan, WeightStorage, plan_weights
+from megatron_fsdp.engine.plans import (
+    BLOCK_ALIGNMENT_BYTES,
+    GroupPlan,
+    UnitWeights,
+    WeightPlan,
+    WeightStorage,
+    plan_weights,
+)
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.sharding.placement import Placement, placements_for
 from megatron_fsdp.sharding.units import ROOT_UNIT

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp.checkpoint import background
-from megatron_fsdp.comm.streams import CudaCommStream
+from megatron_fsdp.comm.collectives import CudaCommStream
 from megatron_fsdp.engine import executor, gradients, param_group
 from megatron_fsdp.engine import memory as engine_memory
 from megatron_fsdp.optim import local_step

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fsdp.sharding.layout import plan_layout
+from megatron_fsdp.sharding.placement import plan_layout
 from tests.support.source_tree import ROOT
 from tools import gpu_half_hour
 from tools.gpu_half_hour import PART_S, PARTS, Section, Session, run_part

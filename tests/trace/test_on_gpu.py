@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron_fsdp.comm.streams import StreamClock, make_clock
+from megatron_fsdp.comm.collectives import StreamClock, make_clock
 from megatron_fsdp.trace import Timeline
 from megatron_fsdp.trace.summary import summarise
 from tests.conftest import RunRanks

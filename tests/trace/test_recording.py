@@ -12,7 +12,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_fsdp import ChainedOptimizer, MegatronFSDP, fully_shard
-from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.comm.collectives import Traffic
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.errors import TraceError

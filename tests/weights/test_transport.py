@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_fsdp import fully_shard
 from megatron_fsdp.checkpoint.hf import save_hf
-from megatron_fsdp.comm.streams import SideStream
+from megatron_fsdp.comm.collectives import SideStream
 from megatron_fsdp.errors import MissingPackageError, RankError
 from megatron_fsdp.weights import WeightSource, for_vllm, per_tensor_params, send
 from megatron_fsdp.weights import source as weights_source

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import EngineOptions
-from megatron_fsdp.engine.group_plan import Sharding
+from megatron_fsdp.engine.plans import Sharding
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.sharding.mesh import rank_mesh_of
 from megatron_fsdp.sharding.placement import placements_for

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_fsdp.engine import group_plan
+from megatron_fsdp.engine import plans
 from tests.support.case import adamw_above_noise, shard
 from tests.support.on_ranks import engine_of, on_ranks
 from tests.support.zoo import Ordered, vector_case
@@ -65,7 +65,7 @@ def test_eight_small_collectives_are_all(num_layers: int) -> None:
 
 @on_ranks(2)
 def test_equal_blocks_have_one_layout_and_the_same_descriptions() -> None:
-    with mock.patch.object(group_plan, "plan_layout", wraps=group_plan.plan_layout) as planned:
+    with mock.patch.object(plans, "plan_layout", wraps=plans.plan_layout) as planned:
         model = wrap(5)
     assert planned.call_count == 2
     root, *blocks = (unit.groups[0] for unit in engine_of(model).units)

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fsdp.automodel.architecture import text_config
 from megatron_fsdp.automodel.tensor_parallel.styles import not_a_view, summed, with_summed_gradient
-from megatron_fsdp.engine.group_plan import SAME_ON_EXPERT_RANKS
+from megatron_fsdp.engine.plans import SAME_ON_EXPERT_RANKS
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
 _CONFIG_FIELDS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.checkpoint.naming import KeyPath, flatten
 from megatron_fsdp.comm.agreement import gather_objects
-from megatron_fsdp.comm.axis import real_values
+from megatron_fsdp.comm.collectives import real_values
 from megatron_fsdp.dtensor.shard_spec import LocalChunks, no_write_items
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import CheckpointError

@@ -29,9 +29,8 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.axis import has_values, is_simulated, real_values
+from megatron_fsdp.comm.collectives import default_device, has_values, is_simulated, real_values
 from megatron_fsdp.comm.groups import settle_at_exit
-from megatron_fsdp.comm.streams import default_device
 from megatron_fsdp.errors import (
     ConfigurationError,
     MegatronFSDPError,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fsdp.comm.axis import Axis, is_simulated, real_values
+from megatron_fsdp.comm.collectives import Axis, is_simulated, real_values
 
 _PATIENCE_S = 1.0
 _LOOK_S = 0.005

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.axis import Axis, sum_received
-from megatron_fsdp.comm.streams import HostWork
+from megatron_fsdp.comm.collectives import Axis, HostWork, sum_received
 from megatron_fsdp.errors import CollectiveArgumentError
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

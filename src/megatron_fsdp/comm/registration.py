@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_fsdp.comm.agreement import all_agree
-from megatron_fsdp.comm.axis import Axis, backend_of, is_simulated
+from megatron_fsdp.comm.collectives import Axis, backend_of, is_simulated
 from megatron_fsdp.errors import ConfigurationError
 
 

@@ -1,8 +1,7 @@
 """`EngineOptions`: the checked and complete options of the engine: memory, offload, and environment variables too.
 
-They are resolved once, in the public call, and read where they take effect: layout and gradient factors in
-`engine/group_plan.py`, memory and the scheduler's configuration in `engine/memory_plan.py`, the rest in `wrap/`,
-`engine/engine.py` and `megatron_fsdp.py`.
+They are resolved once, in the public call, and read where they take effect: layout, gradient factors, memory and the
+scheduler's configuration in `engine/plans.py`, the rest in `wrap/`, `engine/engine.py` and `megatron_fsdp.py`.
 """
 
 import math

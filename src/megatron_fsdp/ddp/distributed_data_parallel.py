@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.agreement import Groups, agreed, all_agree
-from megatron_fsdp.comm.axis import real_values
+from megatron_fsdp.comm.collectives import real_values
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig, ShardingStrategy
 from megatron_fsdp.config.engine_options import (
     OffloadArgument,
@@ -27,8 +27,8 @@ from megatron_fsdp.ddp.megatron_core import MegatronCalls, takes_core_arguments
 from megatron_fsdp.ddp.resolve import ResolvedDDP, resolve_ddp
 from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import ModelSharding, parameter_info
 from megatron_fsdp.engine.hooks import register_hooks
+from megatron_fsdp.engine.plans import ModelSharding, parameter_info
 from megatron_fsdp.engine.schedule import ScheduleConfig
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, explains_arguments

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.agreement import gather_objects
-from megatron_fsdp.comm.streams import default_device
+from megatron_fsdp.comm.collectives import default_device
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.ddp.engine import BucketEngine
 from megatron_fsdp.ddp.resolve import idle_in_megatron

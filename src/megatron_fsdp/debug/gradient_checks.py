@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.agreement import gather_over
-from megatron_fsdp.comm.axis import has_values
+from megatron_fsdp.comm.collectives import has_values
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.engine.executor import GradientCheck
 from megatron_fsdp.engine.unit import Unit

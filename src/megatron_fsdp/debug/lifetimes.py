@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from megatron_fsdp.comm.streams import Moment
+from megatron_fsdp.comm.collectives import Moment
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.memory import Block
 from megatron_fsdp.engine.observer import BorrowedMemory, Observer, Phase

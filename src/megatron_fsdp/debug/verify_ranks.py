@@ -17,8 +17,8 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from megatron_fsdp.comm.collectives import Moment
 from megatron_fsdp.comm.groups import destroy_with, duplicate_group, shared_name, timeout_of
-from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.engine.observer import Observer, Phase
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ScheduleError

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_fsdp.comm.axis import backend_of
+from megatron_fsdp.comm.collectives import backend_of
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.describe.description import (
     AxisDescription,

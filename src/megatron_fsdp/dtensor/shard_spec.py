@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from megatron_fsdp.comm.axis import all_gather_flat, real_values
+from megatron_fsdp.comm.collectives import all_gather_flat, real_values
 from megatron_fsdp.errors import ConfigurationError, waits_for, warn_caller
 from megatron_fsdp.sharding.shards import Box, ShardDescription, TensorParallelCut, described_as_whole
 

@@ -17,10 +17,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as 
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.agreement import raise_together
-from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.comm.collectives import Traffic, is_capturing
 from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.comm.registration import UserBuffers
-from megatron_fsdp.comm.streams import is_capturing
 from megatron_fsdp.config.ddp_config import DistributedDataParallelConfig
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
@@ -36,9 +35,9 @@ from megatron_fsdp.engine.gradients import (
     plain_attributes,
 )
 from megatron_fsdp.engine.memory import weakly
-from megatron_fsdp.engine.memory_plan import MemoryPlan, prefetch_depth, unit_numels
 from megatron_fsdp.engine.observer import Phase
 from megatron_fsdp.engine.param_group import ParameterGroup, agree_on_amaxes
+from megatron_fsdp.engine.plans import MemoryPlan, prefetch_depth, unit_numels
 from megatron_fsdp.engine.schedule import Action, Operation, Scheduler, SyncScope
 from megatron_fsdp.engine.unit import StructureCheck, Unit
 from megatron_fsdp.errors import ConfigurationError, Remedies, ScheduleError

@@ -15,10 +15,10 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from megatron_fsdp.comm.streams import Work, make_comm_stream
+from megatron_fsdp.comm.collectives import Work, make_comm_stream
 from megatron_fsdp.engine.memory import Block, BlockPool, CommunicationPool, WeightMemory, weakly
-from megatron_fsdp.engine.memory_plan import OUTER_REDUCTIONS, MemoryPlan, Use, outer_buffer_offsets
 from megatron_fsdp.engine.observer import PHASE_OF, BorrowedMemory, Observers, Phase, explain, explained
+from megatron_fsdp.engine.plans import OUTER_REDUCTIONS, MemoryPlan, Use, outer_buffer_offsets
 from megatron_fsdp.engine.schedule import Action, Operation, SyncScope
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.sharding.units import ROOT_UNIT

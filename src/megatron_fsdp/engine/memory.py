@@ -16,9 +16,8 @@ from typing import TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.engine.memory_plan import PoolPlan, Use, WeightPlan, WeightStorage
-from megatron_fsdp.sharding.layout import Layout
-from megatron_fsdp.sharding.placement import Region
+from megatron_fsdp.engine.plans import PoolPlan, Use, WeightPlan, WeightStorage
+from megatron_fsdp.sharding.placement import Layout, Region
 
 # Note [Offloaded state]
 #

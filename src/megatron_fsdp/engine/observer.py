@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_fsdp.comm.streams import Moment
+from megatron_fsdp.comm.collectives import Moment
 from megatron_fsdp.engine.memory import Block
 from megatron_fsdp.engine.schedule import Action
 from megatron_fsdp.errors import WRAPPER_REMEDIES, MegatronFSDPError, missing_ranks, words_of

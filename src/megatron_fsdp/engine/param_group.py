@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp.comm.axis import address_of, addresses_of, has_values
+from megatron_fsdp.comm.collectives import address_of, addresses_of, has_values
 from megatron_fsdp.dtensor.reduction import unite_gradients
 from megatron_fsdp.dtensor.shard_spec import ShardSpec, describe_chunks, local_tensor
 from megatron_fsdp.dtensor.tensor import DATA, UnevenDTensor, as_sharded, register_with_torch, swap_tensors
@@ -27,8 +27,8 @@ from megatron_fsdp.engine.gradients import (
     get_grad,
     plain_attributes,
 )
-from megatron_fsdp.engine.group_plan import GroupPlan, Sharding
 from megatron_fsdp.engine.memory import FlatBuffer, allocate, full_view, on_device, shard_view
+from megatron_fsdp.engine.plans import GroupPlan, Sharding
 from megatron_fsdp.engine.weight_quantizer import EncodedBuffer, WeightQuantizer, WrappingQuantizer
 from megatron_fsdp.errors import ConfigurationError, NonFiniteWeightError
 from megatron_fsdp.sharding.mesh import RankMesh

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp.comm.streams import CommStream, Work
+from megatron_fsdp.comm.collectives import CommStream, Work
 from megatron_fsdp.dtensor.shard_spec import OwningUnit
 from megatron_fsdp.engine.gradients import GradientBuffers
-from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import Block
-from megatron_fsdp.engine.memory_plan import outer_buffer_offsets, pack_bytes
 from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.plans import GroupPlan, outer_buffer_offsets, pack_bytes
 from megatron_fsdp.engine.schedule import SyncMode, SyncScope
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.units import name_of_neighbours

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from megatron_fsdp.engine.memory import FlatBuffer
-from megatron_fsdp.sharding.layout import Layout
-from megatron_fsdp.sharding.placement import Region
+from megatron_fsdp.sharding.placement import Layout, Region
 from megatron_fsdp.sharding.weight_formats import WeightFormat, encoded_bytes
 
 _CHUNK_NUMEL = 1 << 22  # elements that are decoded at a time, through float32; a multiple of every block

@@ -12,16 +12,15 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from megatron_fsdp.comm.axis import Axis, sum_received
+from megatron_fsdp.comm.collectives import Axis, sum_received
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, register_with_torch
 from megatron_fsdp.engine.memory import FlatBuffer, allocate
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, shortened
 from megatron_fsdp.experimental.placement import Flat, axis_index, check_placements
-from megatron_fsdp.sharding.layout import Layout
 from megatron_fsdp.sharding.mesh import rank_mesh_of
+from megatron_fsdp.sharding.placement import Layout, held_region
 from megatron_fsdp.sharding.placement import Placement as OnAxis
-from megatron_fsdp.sharding.placement import held_region
 from megatron_fsdp.sharding.shards import BufferCut, MeshUse, ShardDescription
 
 

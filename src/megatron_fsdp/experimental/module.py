@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.agreement import raise_together
-from megatron_fsdp.comm.axis import Traffic
-from megatron_fsdp.comm.streams import default_device, resolve_device
+from megatron_fsdp.comm.collectives import Traffic, default_device, resolve_device
 from megatron_fsdp.config.engine_options import (
     EngineOptions,
     MemoryOptions,
@@ -30,8 +29,8 @@ from megatron_fsdp.config.engine_options import (
 )
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.plans import Sharding
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, Remedies, ScheduleError, warn_caller

@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_map_only
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.precision import MixedPrecisionPolicy
 from megatron_fsdp.dtensor.shard_spec import TensorParallelPart, is_tensor_extension
-from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.param_group import ParameterGroup
+from megatron_fsdp.engine.plans import GroupPlan
 from megatron_fsdp.engine.weight_quantizer import WrappingQuantizer
 from megatron_fsdp.errors import ConfigurationError, warn_caller
 from megatron_fsdp.sharding.placement import Region

@@ -29,8 +29,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.dtensor.shard_spec import GATHER_METHODS
-from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding
 from megatron_fsdp.engine.memory import shard_view
+from megatron_fsdp.engine.plans import GroupPlan, ModelSharding
 from megatron_fsdp.engine.weight_quantizer import WrappingQuantizer
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.placement import Region

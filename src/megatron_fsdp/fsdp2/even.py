@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.hooks import RemovableHandle
 
-from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.comm.collectives import Axis
 from megatron_fsdp.dtensor.shard_spec import TensorParallelPart, local_tensor
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.group_plan import Sharding
+from megatron_fsdp.engine.plans import Sharding
 from megatron_fsdp.engine.unit import ParameterPlace
 from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.formats.tensor_extensions import extension_format, tensor_extension_of

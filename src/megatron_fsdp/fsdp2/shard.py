@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from megatron_fsdp.comm.agreement import Groups, all_agree
-from megatron_fsdp.comm.streams import default_device, resolve_device
+from megatron_fsdp.comm.collectives import default_device, resolve_device
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import EngineOptions, resolve_offload, resolve_skip_order
 from megatron_fsdp.config.precision import MixedPrecisionPolicy as Policy
 from megatron_fsdp.dtensor.shard_spec import local_tensor, part_of
-from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.param_group import REPLACED
+from megatron_fsdp.engine.plans import Sharding
 from megatron_fsdp.engine.unit import ParameterPlace
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, check_keys, explains_restarts, warn_caller
 from megatron_fsdp.experimental.module import fully_shard_optimizer as connect

@@ -10,7 +10,7 @@ import torch
 
 from megatron_fsdp.config.engine_options import MESSAGE_VARIABLE
 from megatron_fsdp.engine.engine import Engine, Pass
-from megatron_fsdp.engine.group_plan import Sharding
+from megatron_fsdp.engine.plans import Sharding
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from megatron_fsdp.comm.agreement import all_agree
-from megatron_fsdp.comm.axis import Traffic
+from megatron_fsdp.comm.collectives import Traffic
 from megatron_fsdp.config.engine_options import (
     MESSAGE_VARIABLE,
     EngineOptions,
@@ -38,8 +38,8 @@ from megatron_fsdp.config.engine_options import (
 from megatron_fsdp.dtensor.expert_names import described
 from megatron_fsdp.dtensor.tensor import swap_tensors
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import Sharding
 from megatron_fsdp.engine.hooks import uncompiled
+from megatron_fsdp.engine.plans import Sharding
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import ParameterPlace, Unit, joined_late
 from megatron_fsdp.errors import ConfigurationError, Remedies, ScheduleError, warn_caller

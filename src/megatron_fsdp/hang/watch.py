@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from megatron_fsdp.comm.agreement import all_agree
+from megatron_fsdp.comm.collectives import Moment
 from megatron_fsdp.comm.processes import Process, this_process
-from megatron_fsdp.comm.streams import Moment
 from megatron_fsdp.config.engine_options import checked_timeout
 from megatron_fsdp.engine.engine import Engine, engine_of_model
 from megatron_fsdp.engine.observer import ON_REQUEST, Observer, Phase, close_phase

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_fsdp.comm.agreement import Companion
-from megatron_fsdp.comm.axis import has_values
+from megatron_fsdp.comm.collectives import has_values
 from megatron_fsdp.dtensor.reduction import largest
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.observer import Phase

@@ -28,15 +28,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_fsdp.comm.streams import CommStream, Work, finish_stream, make_comm_stream
+from megatron_fsdp.comm.collectives import CommStream, Work, finish_stream, make_comm_stream
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine, alive
 from megatron_fsdp.engine.gradients import GRAD, get_grads, plain_attributes
 from megatron_fsdp.engine.memory import FlatBuffer, allocate
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.sharding.layout import Layout
-from megatron_fsdp.sharding.placement import Region
+from megatron_fsdp.sharding.placement import Layout, Region
 
 SHARDED_STATE: dict[type[Optimizer], frozenset[str]] = {
     torch.optim.ASGD: frozenset({"ax"}),

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from megatron_fsdp.comm.agreement import raise_together
-from megatron_fsdp.comm.streams import reached
+from megatron_fsdp.comm.collectives import reached
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
 from megatron_fsdp.engine.executor import OptimizerInBackward

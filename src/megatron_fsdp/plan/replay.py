@@ -16,9 +16,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from megatron_fsdp.engine.executor import Executor
-from megatron_fsdp.engine.group_plan import GroupPlan
 from megatron_fsdp.engine.memory import CommunicationPool
-from megatron_fsdp.engine.memory_plan import pack_bytes
+from megatron_fsdp.engine.plans import GroupPlan, pack_bytes
 from megatron_fsdp.engine.schedule import Action, Operation, Scheduler, SyncMode, SyncScope
 from megatron_fsdp.engine.unit import TrainedGroup
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Event, Exchange, Segment

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_fsdp.comm.axis import Axis
+from megatron_fsdp.comm.collectives import Axis
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import EngineOptions
 from megatron_fsdp.describe.text import in_bytes
-from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Sharding, plan_groups
-from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
+from megatron_fsdp.engine.plans import GroupPlan, MemoryPlan, ModelSharding, Sharding, plan_groups, plan_memory
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.formats.fp8_linear import encoded_parameters
 from megatron_fsdp.optim.full_tensor.exchange import assign_owners

@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fsdp.comm.axis import SIMULATED, real_values
+from megatron_fsdp.comm.collectives import SIMULATED, real_values
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.fully_shard import fully_shard, fully_shard_model
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
@@ -56,7 +56,7 @@ def simulated_ranks(sizes: int | Mapping[str, int], *, rank: int = 0, backend: s
 
     Yields:
         The mesh of all ranks, with the dimension "dp" where only a number was given. What is cut out of it or
-        flattened in the block has to be made `with real_values():` (of `megatron_fsdp.comm.axis`).
+        flattened in the block has to be made `with real_values():` (of `megatron_fsdp.comm.collectives`).
 
     Raises:
         ConfigurationError: A size, the rank or the back end is impossible, or this process has process groups.

@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.comm.agreement import Groups
-from megatron_fsdp.comm.axis import Axis, Traffic, real_values
+from megatron_fsdp.comm.collectives import Axis, Traffic, default_device, real_values
 from megatron_fsdp.comm.groups import group_over
-from megatron_fsdp.comm.streams import default_device
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.errors import ConfigurationError, explains_fields
 

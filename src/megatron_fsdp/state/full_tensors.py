@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fsdp.comm.agreement import Groups, all_agree, raise_together
-from megatron_fsdp.comm.axis import address_of, broadcast
+from megatron_fsdp.comm.collectives import address_of, broadcast
 from megatron_fsdp.comm.fingerprint import differing_tensors
 from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.engine.engine import Engine

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp.comm.agreement import Groups, all_agree
-from megatron_fsdp.comm.axis import Axis, all_gather_flat, as_sent, broadcast
+from megatron_fsdp.comm.collectives import Axis, all_gather_flat, as_sent, broadcast
 from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.sharding.placement import Placement, Region

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -76,25 +76,8 @@ def other_shards(value: object, spec: ShardSpec) -> str | None:
     )
 
 
-def describe_in_state_dicts(unit: Unit, modules: Iterable[nn.Module]) -> None:
-    """Save the sharded parameters of a unit in state dicts of its modules and of their parts.
-
-    The hooks attach chunk functions to the shards. Loads that replace parameters are refused. Of whole tensors each
-    rank loads its own elements; they have to be the same on every rank. Tensors that stack a rank's experts are saved
-    as all ranks together have them, and converted back when they are loaded. The unit's engine may not be made yet.
-    """
-    reference = weakref.ref(unit)
-    for module in modules:
-        module.register_state_dict_pre_hook(partial(_before_state_dict, reference))
-    for owner in unit.owning_modules():
-        owner.register_load_state_dict_pre_hook(partial(_before_load, reference))
-        unit.state_dict_handles.append(owner.register_state_dict_post_hook(partial(_describe, reference)))
-
-
 def convert_expert_names(engine: Engine, module: nn.Module) -> list[RemovableHandle]:
     """Name the experts of all ranks in state dicts of a model, and those of this rank when one is loaded."""
-    if engine.expert_names.is_trivial:
-        return []
     return [
         module.register_state_dict_post_hook(partial(_rename, engine.expert_names.name_of)),
         # Other ranks' experts are left out, as the state dict may be of the whole model.
@@ -102,9 +85,13 @@ def convert_expert_names(engine: Engine, module: nn.Module) -> list[RemovableHan
     ]
 
 
-def _describe(
+# Hooks on the modules of a unit, and on those that hold its parameters. The unit's engine may not be made yet.
+
+
+def describe_shards(
     reference: weakref.ref[Unit], owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
 ) -> None:
+    """Attach chunk functions to the shards of a state dict, and to a rank's stacked experts those of all ranks."""
     unit = alive(reference)
     for attribute, param in owner._parameters.items():
         value = state_dict.get(prefix + attribute)
@@ -115,7 +102,8 @@ def _describe(
             state_dict[prefix + attribute] = described(value)
 
 
-def _before_state_dict(reference: weakref.ref[Unit], *_unused: Any) -> None:
+def before_state_dict(reference: weakref.ref[Unit], *_unused: Any) -> None:
+    """Reshard a model of which a state dict is taken; refuse one in the middle of an iteration."""
     engine = alive(reference).engine
     if engine is not None:
         engine.refuse_open_iteration("a state dict was taken")
@@ -123,7 +111,7 @@ def _before_state_dict(reference: weakref.ref[Unit], *_unused: Any) -> None:
             engine.to_sharded()
 
 
-def _before_load(
+def before_load(
     reference: weakref.ref[Unit],
     owner: nn.Module,
     state_dict: dict[str, Any],
@@ -131,6 +119,7 @@ def _before_load(
     metadata: Mapping[str, Any],
     *_unused: Any,
 ) -> None:
+    """Cut whole tensors, which have to be the same on every rank, to this rank's shards; refuse `assign=True`."""
     if metadata.get("assign_to_params_buffers", False):
         raise ConfigurationError(
             f"load_state_dict(assign=True) would replace the sharded parameters of {prefix or type(owner).__name__}, "

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import record_function
 
 from megatron_fsdp.comm.agreement import all_agree, gather_over
-from megatron_fsdp.comm.streams import Moment, make_clock
+from megatron_fsdp.comm.collectives import Moment, make_clock
 from megatron_fsdp.describe.model import memory_of
 from megatron_fsdp.engine.engine import engine_of_model, ranks_of_model
 from megatron_fsdp.engine.observer import Observer, Phase, close_phase

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_fsdp.comm.streams import Clock, Moment
+from megatron_fsdp.comm.collectives import Clock, Moment
 from megatron_fsdp.engine.observer import Phase, close_phase
 
 OPTIMIZER = "optimizer"
@@ -57,7 +57,7 @@ class Collective:
     purpose: str  # "gather" or "reduce"
     axis: str  # name of the mesh dimension
     stream: str  # one of `STREAMS`
-    num_bytes: int  # bytes that this rank sends, as `megatron_fsdp.comm.axis` counts
+    num_bytes: int  # bytes that this rank sends, as `megatron_fsdp.comm.collectives` counts
     launch_ns: int  # it was about to be started
     launched_ns: int  # the back end had it
     done_ns: int | None = None  # the data had arrived, as the back end reports it to the host, else the wait

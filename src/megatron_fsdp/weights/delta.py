@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megatron_fsdp.checkpoint.folder import whole_box
 from megatron_fsdp.comm.agreement import Groups, is_first_in
-from megatron_fsdp.comm.axis import all_gather_flat, as_sent
+from megatron_fsdp.comm.collectives import all_gather_flat, as_sent
 from megatron_fsdp.engine.memory import shard_view
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.shards import Box

@@ -26,8 +26,7 @@ from megatron_fsdp.comm.agreement import (
     raise_together,
     rank_of,
 )
-from megatron_fsdp.comm.axis import all_gather_flat
-from megatron_fsdp.comm.streams import SideStream, default_device
+from megatron_fsdp.comm.collectives import SideStream, all_gather_flat, default_device
 from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.engine.engine import Engine, engine_of_module
 from megatron_fsdp.engine.observer import Phase

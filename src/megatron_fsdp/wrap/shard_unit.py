@@ -8,8 +8,10 @@ the engine, which refer to modules weakly, so that deleting a model frees its me
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -21,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from megatron_fsdp.comm.agreement import all_agree, default_if_all, raise_together
-from megatron_fsdp.comm.axis import backend_of, is_simulated
+from megatron_fsdp.comm.collectives import backend_of, is_simulated
 from megatron_fsdp.comm.registration import UserBuffers
 from megatron_fsdp.config.engine_options import EngineOptions, resolve_check_lifetimes, resolve_hang_log
 from megatron_fsdp.debug.gradient_checks import make_checks
@@ -32,12 +34,20 @@ from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import ENGINE_ATTRIBUTE, Engine
 from megatron_fsdp.engine.executor import DelayedGradients, Executor, GradientCheck
-from megatron_fsdp.engine.group_plan import GroupPlan, ModelSharding, Ranks, Sharding, plan_unit, with_offload
 from megatron_fsdp.engine.hooks import answer_for_sharded_parameters, register_hooks
 from megatron_fsdp.engine.matched_passes import MEETING, MatchedPasses, ordered_scheduler
 from megatron_fsdp.engine.memory import CommunicationPool
-from megatron_fsdp.engine.memory_plan import MemoryPlan, plan_memory
 from megatron_fsdp.engine.param_group import REPLACED, ParameterGroup
+from megatron_fsdp.engine.plans import (
+    GroupPlan,
+    MemoryPlan,
+    ModelSharding,
+    Ranks,
+    Sharding,
+    plan_memory,
+    plan_unit,
+    with_offload,
+)
 from megatron_fsdp.engine.schedule import ScheduleConfig, Scheduler, SyncMode
 from megatron_fsdp.engine.unit import ParameterPlace, StructureCheck, Unit
 from megatron_fsdp.engine.weight_quantizer import WeightQuantizer
@@ -50,7 +60,7 @@ from megatron_fsdp.optim.watch import watch_optimizers
 from megatron_fsdp.sharding.mesh import RankMesh, groups_reaching_all, make_group_of_all_ranks
 from megatron_fsdp.sharding.units import ParameterOwners, UnitPlan, UnitSpec, aliases_in, looked_up, parameter_owners
 from megatron_fsdp.sharding.weight_formats import WeightFormat
-from megatron_fsdp.state.state_dict import convert_expert_names, describe_in_state_dicts
+from megatron_fsdp.state.state_dict import before_load, before_state_dict, convert_expert_names, describe_shards
 
 DOING = "sharding the model"
 """In messages, where a rank cannot go on."""
@@ -105,9 +115,13 @@ def shard_unit(
     by_owner = [[[ParameterPlace.of(*place) for place in places] for places in of_group] for of_group in held_by]
     unit = Unit(index, name, groups, by_owner, modules, mode)
     unit.to_sharded()
-    describe_in_state_dicts(unit, modules.values())
+    reference = weakref.ref(unit)
     for module in modules.values():
+        module.register_state_dict_pre_hook(partial(before_state_dict, reference))
         refuse_torch(module)
+    for owner in unit.owning_modules():
+        owner.register_load_state_dict_pre_hook(partial(before_load, reference))
+        unit.state_dict_handles.append(owner.register_state_dict_post_hook(partial(describe_shards, reference)))
     return unit
 
 
@@ -282,8 +296,9 @@ def finish(
     events.connect(engine, roots.get(""))
     if options.skip_order is not None:
         engine.on_pass = MatchedPasses(engine).begin
-    for root in roots.values():
-        units[0].state_dict_handles += convert_expert_names(engine, root)
+    if not engine.expert_names.is_trivial:
+        for root in roots.values():
+            units[0].state_dict_handles += convert_expert_names(engine, root)
     watch_optimizers(engine)
     answer_for_sharded_parameters(engine)
     if (log := resolve_hang_log()) is not None:  # ranks have agreed on that before

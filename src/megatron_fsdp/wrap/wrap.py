@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from megatron_fsdp.comm.agreement import all_agree, rank_of
-from megatron_fsdp.comm.axis import Traffic, broadcast, has_values
+from megatron_fsdp.comm.collectives import Traffic, broadcast, has_values
 from megatron_fsdp.comm.fingerprint import differing_tensors, same_random_numbers
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import (
@@ -27,7 +27,7 @@ from megatron_fsdp.dtensor.expert_names import TRIVIAL_NAMES
 from megatron_fsdp.dtensor.shard_spec import local_tensor, part_of
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.engine.engine import Engine
-from megatron_fsdp.engine.group_plan import EXPERT_NAME, GroupPlan, ModelSharding, Sharding, plan_groups
+from megatron_fsdp.engine.plans import EXPERT_NAME, GroupPlan, ModelSharding, Sharding, plan_groups
 from megatron_fsdp.engine.schedule import SyncMode
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, check_keys, warn_caller
