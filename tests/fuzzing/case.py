@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,18 +27,8 @@ class BlockPlan:
     frozen: bool  # whether it has a frozen layer
     unused: bool  # whether it has a layer that nothing uses
     sometimes: bool  # whether it has a layer that only some batches use
-    mixed: bool  # whether one of its parameters is stored in another dtype
+    mixed: torch.dtype | None  # in which one of its parameters is stored, unlike the others
     checkpoint: str  # activation checkpointing: `none`, `reentrant` or `plain`
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes and what agreement they allow."""
-
-    compute: torch.dtype  # of the model
-    policy: MixedPrecisionPolicy  # of the rest
-    # allowed error, as a part of the largest value of a tensor; more for gradients that travel in 16 bits
-    tolerance: float
 
 
 @dataclass(frozen=True)
@@ -70,7 +60,8 @@ class Case:
     mesh: MeshPlan  # ranks
     strategy: int  # 0 to 3
     outer_strategy: int  # 0 or 1
-    precision: Precision  # dtypes
+    compute: torch.dtype  # of the model
+    policy: MixedPrecisionPolicy  # dtypes of the rest
     microbatches: int  # backwards per step
     mode: str  # `plain`, `auto`, `no_sync`, `last` or `mixed`: who says when gradients are synchronised
     optimizer: str  # `sgd`, `adamw`, `adamw-foreach` or `adamw-fused`
@@ -83,17 +74,38 @@ class Case:
     door: str = "wrapper"  # by which it is sharded: a key of `doors.DOORS`
     message_bytes: int | None = None  # up to which small units are merged; None: as the environment says
 
+    @property
+    def tolerance(self) -> float:
+        """Allowed error, as a part of the largest value of a tensor; more for gradients that travel in 16 bits."""
+        return 1e-9 if self == in_float64(self) else 1e-5
 
-_FP64 = Precision(torch.float64, MixedPrecisionPolicy(main_params_dtype=None), 1e-9)
-_FP32 = Precision(torch.float32, MixedPrecisionPolicy(), 2e-4)
+
+def in_float64(case: Case) -> Case | None:
+    """Return the same case with everything in float64; None where the door or an option asks for another dtype."""
+    config = case.options.get("config", {})
+    sums_in_fp32 = "param_name_patterns_for_fp32_local_accumulation" in config
+    if case.door == "in place" or case.policy.grad_comm_dtype is torch.bfloat16 or sums_in_fp32:
+        return None
+
+    def wide(given: dict[str, Any]) -> dict[str, Any]:
+        return {key: torch.float64 if isinstance(value, torch.dtype) else value for key, value in given.items()}
+
+    blocks = tuple(replace(block, **wide({"mixed": block.mixed})) for block in case.blocks)
+    policy = MixedPrecisionPolicy(**wide(asdict(case.policy)))
+    options = case.options | ({"config": wide(config)} if config else {})
+    return replace(case, blocks=blocks, compute=torch.float64, policy=policy, options=options)
+
+
+_FP64 = (torch.float64, MixedPrecisionPolicy(main_params_dtype=None))
+_FP32 = (torch.float32, MixedPrecisionPolicy())
 _PRECISIONS = (
     _FP64,
     _FP64,
     _FP32,
-    Precision(torch.float32, MixedPrecisionPolicy(torch.float64, torch.float64, torch.float64), 2e-4),
-    Precision(torch.float32, MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16), 2e-4),
-    Precision(torch.float32, MixedPrecisionPolicy(main_grads_dtype=torch.float64), 2e-4),
-    Precision(torch.float64, MixedPrecisionPolicy(None, torch.float64, torch.float32), 1e-4),
+    (torch.float32, MixedPrecisionPolicy(torch.float64, torch.float64, torch.float64)),
+    (torch.float32, MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)),
+    (torch.float32, MixedPrecisionPolicy(main_grads_dtype=torch.float64)),
+    (torch.float64, MixedPrecisionPolicy(None, torch.float64, torch.float32)),
 )
 
 
@@ -102,11 +114,9 @@ def draw_case(seed: int, max_ranks: int = 4) -> Case:
     rng = random.Random(seed)
     mesh = _draw_mesh(rng, max_ranks)
     strategy = rng.randrange(4)
-    precision = rng.choice(_PRECISIONS)
+    compute, policy = rng.choice(_PRECISIONS)
     wrap = rng.choice(["blocks", "blocks", "auto", "none", "everything"])
-    blocks = tuple(_draw_block(rng, mesh, precision) for _ in range(rng.randint(1, 4)))
-    if any(block.mixed for block in blocks) and precision.tolerance < 1e-6:
-        precision = replace(precision, tolerance=1e-6)  # one parameter in float32 among float64
+    blocks = tuple(_draw_block(rng, mesh, compute, policy) for _ in range(rng.randint(1, 4)))
     return Case(
         seed=seed,
         dim=rng.choice([4, 6, 8] if mesh.tensor else [3, 4, 5, 7, 8]),
@@ -116,7 +126,8 @@ def draw_case(seed: int, max_ranks: int = 4) -> Case:
         mesh=mesh,
         strategy=strategy,
         outer_strategy=rng.randrange(2) if mesh.outer and strategy > 0 else 0,
-        precision=precision,
+        compute=compute,
+        policy=policy,
         microbatches=rng.choice([1, 1, 2, 3]),
         mode=rng.choice(["plain", "auto", "no_sync", "last", "mixed"]),
         optimizer=rng.choice(["sgd", "adamw", "adamw-foreach", "adamw-fused"]),
@@ -139,8 +150,9 @@ def _draw_mesh(rng: random.Random, max_ranks: int) -> MeshPlan:
     return rng.choice([mesh for mesh in choices if mesh.num_ranks <= max_ranks])
 
 
-def _draw_block(rng: random.Random, mesh: MeshPlan, precision: Precision) -> BlockPlan:
-    narrows = precision.policy.main_params_dtype not in (None, torch.float64)  # which the engine warns of
+def _draw_block(rng: random.Random, mesh: MeshPlan, compute: torch.dtype, policy: MixedPrecisionPolicy) -> BlockPlan:
+    narrows = policy.main_params_dtype not in (None, torch.float64)  # which the engine warns of
+    other = torch.float32 if compute == torch.float64 else torch.float64
     return BlockPlan(
         kind="mlp" if mesh.tensor else rng.choice(["mlp", "mlp", "attention", "conv", "wide"]),
         hidden=rng.choice([4, 8] if mesh.tensor else [1, 4, 5, 11]),
@@ -149,7 +161,7 @@ def _draw_block(rng: random.Random, mesh: MeshPlan, precision: Precision) -> Blo
         frozen=rng.random() < 0.3,
         unused=rng.random() < 0.3,
         sometimes=rng.random() < 0.3,
-        mixed=rng.random() < 0.15 and not narrows,
+        mixed=other if rng.random() < 0.15 and not narrows else None,
         checkpoint=rng.choice(["none", "none", "reentrant", "plain"]),
     )
 
@@ -204,9 +216,9 @@ def draw_program(seed: int, max_ranks: int = 4) -> Case:
     program = replace(draw_case(seed, max_ranks), message_bytes=rng.choice([None, 0, 0, 400, 2000]))
     if rng.random() < 0.3:
         return program
-    blocks = tuple(replace(block, scalar=False, mixed=False) for block in program.blocks)
-    precision = program.precision if program.precision.compute is torch.float32 else _FP32
-    return replace(program, blocks=blocks, precision=precision)
+    blocks = tuple(replace(block, scalar=False, mixed=None) for block in program.blocks)
+    compute, policy = (program.compute, program.policy) if program.compute is torch.float32 else _FP32
+    return replace(program, blocks=blocks, compute=compute, policy=policy)
 
 
 def draw_doors(seed: int, max_ranks: int = 4) -> list[Case]:
@@ -221,7 +233,7 @@ def cases_of(program: Case, rng: random.Random) -> list[Case]:
         # A rank's data decide which gradient comes first, and so whether a unit inside is gathered for its backward or
         # by the recomputation: ranks would gather in different orders, which no door can allow.
         return cases
-    options, policy, compute = program.options, program.precision.policy, program.precision.compute
+    options, policy, compute = program.options, program.policy, program.compute
     is_plain = not any(block.scalar or block.mixed for block in program.blocks) and not program.mesh.tensor
     if is_plain and compute is torch.float32 and "calculate_per_token_loss" not in options:
         cases.append(replace(program, door="in place", options={}))
@@ -236,7 +248,7 @@ def cases_of(program: Case, rng: random.Random) -> list[Case]:
 def _in_buckets(case: Case, rng: random.Random) -> Case:
     """The case of buckets; its options are those of the class and, under `config`, fields of the configuration."""
     shards = rng.random() < 0.6
-    policy = case.precision.policy
+    policy = case.policy
     config: dict[str, object] = {
         "use_distributed_optimizer": shards,
         "overlap_grad_reduce": rng.random() < 0.7,
@@ -257,7 +269,7 @@ def _in_buckets(case: Case, rng: random.Random) -> Case:
     if shards and rng.random() < 0.7:
         config["overlap_param_gather"] = True
         config["align_param_gather"] = rng.random() < 0.4
-    if case.precision.compute is torch.float32 and rng.random() < 0.2:
+    if case.compute is torch.float32 and rng.random() < 0.2:
         config["param_name_patterns_for_fp32_local_accumulation"] = rng.choice([("all",), ("*.core.*", "*weight")])
     delayable = not case.mesh.tensor and any(block.kind == "mlp" for block in case.blocks)
     config["delay_wgrad_compute"] = delayable and rng.random() < 0.3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import combinations
 
@@ -19,7 +19,7 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_optimizer,
 )
-from tests.fuzzing.case import Case
+from tests.fuzzing.case import Case, in_float64
 from tests.fuzzing.model import Block, Net
 from tests.fuzzing.run import Named, Ranks, Trace, differences, judge, make_optimizer, play_sharded
 
@@ -42,7 +42,7 @@ class Wrapped(Ranks):
             fsdp_unit_modules=units[case.wrap],
             zero_dp_strategy=case.strategy,
             outer_dp_sharding_strategy=case.outer_strategy,
-            mixed_precision_policy=case.precision.policy,
+            mixed_precision_policy=case.policy,
             sync_model_each_microbatch=case.mode in ("plain", "no_sync"),
             **case.options,
         )
@@ -119,7 +119,7 @@ class InPlace(Ranks):
         )
         with experimental.fully_shard_context("cpu", **case.options) as self.context:
             for module in _modules(self.model, case.wrap):
-                experimental.fully_shard(module, self.mesh, placements, case.precision.policy)
+                experimental.fully_shard(module, self.mesh, placements, case.policy)
         self.optimizer = make_optimizer(case, self.model)
         experimental.fully_shard_optimizer(self.optimizer)
 
@@ -133,7 +133,7 @@ class LikeTorch(Ranks):
     def shard(self) -> None:
         case = self.case
         mesh = self.mesh["outer", "shard"] if case.mesh.outer else self.mesh["shard"]
-        policy = TorchPolicy(reduce_dtype=case.precision.policy.grad_comm_dtype)
+        policy = TorchPolicy(reduce_dtype=case.policy.grad_comm_dtype)
         for module in _modules(self.model, case.wrap):
             reshards = case.options["reshard_after_forward"]
             fsdp2.fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
@@ -174,10 +174,34 @@ def play_doors(cases: Sequence[Case]) -> list[Trace]:
     return traces
 
 
-def judge_doors(cases: Sequence[Case], found: Sequence[Sequence[Trace]]) -> list[str]:
+WRONG = "FAILED"
+ROUNDING = "rounding (equal in float64 to 1e-9)"
+UNDECIDED = "FAILED (undecided: cannot be run in float64)"
+_MOST_BY_ROUNDING = 200.0
+"""In tolerances; casts and copies of weights, of which float64 has none, would be wrong by more."""
+
+
+def verdict(cases: Sequence[Case], run: Callable[[Sequence[Case]], list[list[Trace]]]) -> list[str]:
+    """Run a program's cases, by `play_doors` on ranks; return the verdict and what differed, or nothing if nothing did.
+
+    A door that differs a little more than allowed only rounds if it does not differ with everything in float64.
+    """
+    found = run(cases)
+    told = judge_doors(cases, found)
+    if not told or judge_doors(cases, found, _MOST_BY_ROUNDING):
+        return [WRONG, *told] if told else []
+    differing = [case for case, traces in zip(cases, zip(*found, strict=True), strict=True) if judge(case, traces)]
+    wide = [each for case in differing if (each := in_float64(case))]
+    if not wide:
+        return [UNDECIDED, *told]
+    again = judge_doors(wide, run(wide))
+    return [WRONG, *(f"in float64, {text}" for text in again)] if again else [ROUNDING, *told]
+
+
+def judge_doors(cases: Sequence[Case], found: Sequence[Sequence[Trace]], slack: float = 1.0) -> list[str]:
     """What differs from one process, and between doors whose arithmetic is the same, in words."""
     of_doors = list(zip(cases, zip(*found, strict=True), strict=True))
-    told = [f"{case.door}: {text}" for case, traces in of_doors for text in judge(case, traces)]
+    told = [f"{case.door}: {text}" for case, traces in of_doors for text in judge(case, traces, slack)]
     for (case, (trace, *_)), (other, (its, *_)) in combinations(of_doors, 2):
         if _arithmetic(case) == _arithmetic(other):
             told += [f"{case.door} and {other.door}: {text}" for text in _differing_bits(case, trace, its)]
@@ -193,7 +217,7 @@ def _arithmetic(case: Case) -> object:
     if (inner > 2 and not case.strategy) or (outer > 2 and not case.outer_strategy):
         return case.door  # all-reduces add in an order of their own, which depends on the length of the message
     comes_in_parts = any(block.calls > 1 and block.checkpoint == "reentrant" for block in case.blocks)
-    if comes_in_parts or case.precision.policy.grad_comm_dtype is torch.bfloat16:
+    if comes_in_parts or case.policy.grad_comm_dtype is torch.bfloat16:
         return case.door  # parts of a gradient are added up, and rounded, when a unit is reduced: now or at the end
     waits = case.microbatches > 1 and case.mode != "plain"
     can_defer = case.door != "in place" and (case.mode == "no_sync" or (case.mode == "mixed" and not case.seed % 2))
@@ -206,7 +230,7 @@ def _arithmetic(case: Case) -> object:
         config.get("gradient_reduce_div_fusion", True),
         any(block.sometimes for block in case.blocks) and not options.get("find_unused_parameters"),
         # PyTorch's policy has no dtype for sums of microbatches, which have that of each parameter.
-        case.door == "like torch" and case.precision.policy.main_grads_dtype and any(b.mixed for b in case.blocks),
+        case.door == "like torch" and case.policy.main_grads_dtype and any(b.mixed for b in case.blocks),
     )
 
 

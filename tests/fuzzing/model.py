@@ -92,12 +92,11 @@ def build(case: Case) -> Net:
     """The model with its initial weights, the same for every caller."""
     with torch.random.fork_rng():
         torch.manual_seed(case.seed)
-        model = Net(case).to(case.precision.compute)
-    other = torch.float32 if case.precision.compute == torch.float64 else torch.float64
-    for block in model.blocks:
+        model = Net(case).to(case.compute)
+    for block, plan in zip(model.blocks, case.blocks, strict=True):
         mixed = cast(Block, block).mixed
         if mixed is not None:
-            mixed.data = mixed.data.to(other)
+            mixed.data = mixed.data.to(plan.mixed)
     return model
 
 
