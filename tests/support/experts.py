@@ -7,11 +7,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_single, all_to_all_single_autograd
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.arrangements import Arrangement, Values, flattened, hybrid_arguments, mesh_of
 from tests.support.zoo import TinyTransformer
+
+_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor  # torch 2.11
 
 
 class Experts(nn.Module):
@@ -131,7 +134,7 @@ def whole(sizes: Sizes, experts_name: str, values: Values) -> Values:
     """Put the experts of all expert-parallel ranks together along dimension 0."""
     group = expert_mesh(sizes)["ep"].get_group()
     return {
-        name: all_gather_single(value.contiguous(), 0, group) if experts_name in name and value is not None else value
+        name: _gather(value.contiguous(), 0, group) if experts_name in name and value is not None else value
         for name, value in values.items()
     }
 

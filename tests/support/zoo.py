@@ -18,11 +18,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_single_autograd
+from torch.distributed import _functional_collectives as collectives
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fsdp import MegatronFSDP
 
+_gather = (
+    getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+)  # torch 2.11
 _ODD_FEATURES = 7
 _ODD_OUTPUTS = 5
 IGNORED = -100
@@ -79,7 +82,7 @@ class Attention(nn.Module):
         first = 0
         if self.context is not None:
             first = dist.get_rank(self.context) * x.shape[1]
-            key, value = (all_gather_single_autograd(part.contiguous(), 2, self.context) for part in (key, value))
+            key, value = (_gather(part.contiguous(), 2, self.context) for part in (key, value))
         positions = torch.arange(first, first + query.shape[2], device=x.device)
         may_see = positions[:, None] >= torch.arange(key.shape[2], device=x.device)[None]
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=may_see)

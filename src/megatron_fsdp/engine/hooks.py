@@ -253,7 +253,7 @@ class ForwardGraph:
     def __init__(self, module: nn.Module | None, others: Collection[int]) -> None:
         # weak, since hooks of these modules refer to this
         owners = () if module is None else _own_modules(module, others)
-        self._owners = tuple(weakref.ref(owner) for owner in owners)
+        self._owners = tuple((weakref.ref(owner), _plain_attributes(owner)) for owner in owners)
         self._starts: list[int] = []
 
     def begin(self) -> None:
@@ -268,8 +268,8 @@ class ForwardGraph:
             return [], False
         left = [
             value
-            for reference in self._owners
-            if (owner := reference()) is not None
+            for reference, plain in self._owners
+            if (owner := reference()) is not None and (len(owner.__dict__) != plain or owner._forward_hooks)
             for name, held in owner.__dict__.items()
             if name not in _OF_TORCH and type(held) not in _PLAIN
             for value in _tensors_of(held)
@@ -277,6 +277,11 @@ class ForwardGraph:
             if value.grad_fn is not None and value.grad_fn._sequence_nr() >= start
         ]
         return left, True
+
+
+def _plain_attributes(module: nn.Module) -> int:
+    """Return the number of attributes of a layer of torch, which leaves no results in them by itself; else -1."""
+    return len(module.__dict__) if type(module).__module__.startswith("torch.nn.modules.") else -1
 
 
 def _own_modules(module: nn.Module, others: Collection[int]) -> Iterator[nn.Module]:
