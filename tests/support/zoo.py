@@ -265,7 +265,7 @@ def token_loss(model: nn.Module, batch: Batch, reduction: str = "mean") -> Tenso
 
 
 def vector_loss(model: nn.Module, batch: Batch) -> Tensor:
-    return F.mse_loss(model(batch.inputs), batch.targets)
+    return F.mse_loss(model(batch.inputs).to(batch.targets.dtype), batch.targets)  # torch 2.11 mixes no dtypes
 
 
 def token_case(build: Callable[[], nn.Module]) -> ModelCase:
