@@ -116,9 +116,10 @@ def titan(by: Callable[..., Any] | None) -> list[Tensor]:
 
 @on_ranks(2)
 def test_a_chunked_loss_of_torchtitan_is_one_process() -> None:
-    alone, theirs, ours = titan(None), titan(torch_fully_shard), titan(fully_shard)
-    assert_same(theirs, alone)
-    assert_same(ours, alone)
+    alone = titan(None)
+    assert_same(titan(fully_shard), alone)
+    if torch.__version__ >= (2, 13):  # torch's own fails with 2.11: its weights are resharded too early
+        assert_same(titan(torch_fully_shard), alone)
 
 
 # ---- verl: utils/fsdp_utils.py, workers/engine ----------------------------------------------------------------------

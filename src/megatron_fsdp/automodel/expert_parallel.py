@@ -105,7 +105,7 @@ def _divide_adapters(part: nn.Module) -> None:
 
 def engine_mesh(moe_mesh: DeviceMesh, dim: str) -> DeviceMesh:
     """Return the mesh (ep_shard, ep) of experts as this package's engine takes it, sharded over `dim`; collective."""
-    made: DeviceMesh = moe_mesh._unflatten("ep_shard", (moe_mesh["ep_shard"].size(), 1), (dim, "tp"))
+    made: DeviceMesh = moe_mesh._unflatten(0, (moe_mesh["ep_shard"].size(), 1), (dim, "tp"))
     return made
 
 

@@ -204,7 +204,7 @@ class Engine:
         self._backward_thread = 0  # the thread on which the hooks of this backward run
         self._ending = False  # inside `_post_backward`, whose checks conclude later
         self.microbatch_count = 0  # backwards since the last that synchronised
-        self.executor.finalise = weakly(self._finalise)  # See Note [Weak references]
+        self.executor.finalise = weakly(self._sync_after_backward)  # See Note [Weak references]
         for unit in self.units:
             unit.connect(self)
         for group in self.groups():
@@ -468,7 +468,7 @@ class Engine:
 
     @property
     def weights_version(self) -> int:
-        """The number of changes of the main weights: by steps, loads, write-backs and others' writes."""
+        """The number of changes of the main weights: by steps, loads and edits of the program."""
         return self._installs + self.has_newer_weights
 
     def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -528,7 +528,7 @@ class Engine:
             self.observers.begins(Phase.BACKWARD, call.unit)
 
     def take_gradient(self, unit_index: int, group_index: int, index: int, param: nn.Parameter) -> None:
-        """Copy a full gradient into its bucket or the unreduced gradient; a delayed backward does so at its end."""
+        """Copy a full gradient into its bucket or the unreduced gradient; with `delayed`, when the backward ends."""
         if self.delayed is not None and not self._ending:
             self._note_first_gradient(unit_index)
             return
@@ -645,7 +645,7 @@ class Engine:
         self.gradient_checks = [check for check in self.gradient_checks if not check.is_done]
 
     def _fill_late(self, unit_index: int, delayed: DelayedGradients) -> None:
-        """Copy a unit's gradients of a delayed backward into buckets or unreduced gradients, queued ones included."""
+        """Copy a unit's gradients into buckets or unreduced gradients, late weight gradients of `delayed` included."""
         for group_index, group, gradients in self.units[unit_index].trained:
             if not gradients.is_filling:
                 self._open_bucket(unit_index, group_index)
@@ -688,8 +688,8 @@ class Engine:
             found.has_unreduced_gradient or found.has_partly_reduced for _, found in self.groups_with_gradients()
         )
 
-    def _finalise(self) -> None:
-        """End a backward whose reductions are done."""
+    def _sync_after_backward(self) -> None:
+        """Run the gradient sync of the units whose switches ask for it, once a backward's reductions are done."""
         if self.syncs:
             self._sync_gradients(self.units)
             return

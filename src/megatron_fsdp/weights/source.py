@@ -283,7 +283,7 @@ class WeightSource:
 
     @property
     def version(self) -> int:
-        """The number of changes of the weights: by steps, loads and write-backs, and by others' writes.
+        """The number of changes of the weights: by steps, loads and edits of the program.
 
         Without an engine of this library: the number of passes before which they had changed.
         """
