@@ -12,6 +12,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 _IMAGE = re.compile(r"(?<=\]\()docs/(?=images/)")
+_NAMED = re.compile(r"docs/(\w+)\.md(#[\w-]+)?")
 _LANGUAGES = {".py": "python", ".md": "", ".yaml": "yaml", ".sbatch": "bash", "": ""}
 
 
@@ -31,7 +32,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for text in (_readme(), *sources.values()):
         linked |= {name for link in _LINK.finditer(text) if (name := _repository_file(link["target"]))}
     for name in sorted(linked - {"README.md"}):
-        files.append(File.generated(config, _page_of(name), content=_listing(name)))
+        content = f"---\nsearch: {{boost: 0.1}}\n---\n\n{_listing(name)}"  # a search finds pages before listings
+        files.append(File.generated(config, _page_of(name), content=content))
     return files
 
 
@@ -40,8 +42,13 @@ def on_page_markdown(markdown: str, page: Page, **_context: Any) -> str:
     if page.file.src_uri.startswith("files/"):
         return markdown
     if page.file.src_uri == "index.md":
-        markdown = f"{_readme()}\n\n## All pages\n\n{markdown.partition('tutorial.')[2].lstrip()}"
+        markdown = f"{_readme()}\n\n{markdown[markdown.index('## All pages') :]}"
     return _LINK.sub(lambda link: _relinked(link, posixpath.dirname(page.file.src_uri)), markdown)
+
+
+def on_page_content(html: str, page: Page, **_context: Any) -> str:
+    """Make links of the pages that docstrings name."""
+    return _NAMED.sub(r'<a href="../\1/\2">\g<0></a>', html) if page.file.src_uri == "api.md" else html
 
 
 def _readme() -> str:
@@ -83,5 +90,5 @@ def _relinked(link: re.Match[str], folder: str) -> str:
     name = _repository_file(link["target"])
     if name is None:
         text, target = link["text"], link["target"].removeprefix("../").rstrip("/") or "the repository"
-        return text if text.strip("`") == target else f"{text} (`{target}`)"
+        return text if text.strip("`").rstrip("/") == target else f"{text} (`{target}`)"
     return f"[{link['text']}]({posixpath.relpath(_page_of(name), folder or '.')}{link['anchor'] or ''})"
