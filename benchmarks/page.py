@@ -29,7 +29,7 @@ MODELS = {
 _OPENING = """\
 # Performance
 
-Measured on two CPU cores, over gloo, on up to four ranks, beside its peers in the same runs. One GPU was seen
+Measured on two CPU cores, over gloo, on up to four ranks, beside its peers in the same runs, and on one GPU
 ([below](#on-a-gpu)). **Never measured: several GPUs**, so neither NCCL between ranks nor overlap on a network.
 
 ![Step time and peak memory beside FSDP2 and DDP](images/performance.png)
@@ -54,7 +54,7 @@ _GPU = """\
 ## On a GPU
 
 One H100, torch 2.11, four layers of an 8B model in bfloat16 with float32 main weights and gradients, fused AdamW.
-Rank 0 of 8 and of 64 send nothing: these times are those of kernels and copies. What else was seen there:
+Rank 0 of 8 and of 64 send nothing: these times are those of kernels and copies. More of these runs:
 [26 November](../benchmarks/results/gpu-h100-2026-11-26/README.md),
 [28 November](../benchmarks/results/gpu-h100-2026-11-28/README.md).
 
@@ -90,8 +90,9 @@ Made from `{PUBLISHED}`; the page for readers is [Performance](../../docs/perfor
 
 _SCALE = """\
 Counted by one process as the first of many ranks (`python -m benchmarks.scale`), AdamW, strategy 3 over all of them.
-The first rank of a save receives a bit for each tensor of each rank, then 2 bytes for each box that was written and 8
-for each rank's part of a tensor. The next save of the same tensors and objects is not planned again.
+A box is a rectangular piece of a tensor that one rank saves. The first rank of a save receives a bit for each tensor
+of each rank, then 2 bytes for each box that was written and 8 for each rank's part of a tensor. The next save of the
+same tensors and objects is not planned again.
 """
 
 _SCALE_BOXES = """\
@@ -137,7 +138,7 @@ _STEPS = "Wall time over the floor (the same ranks without communication, 1.00; 
 _MEMORY = "Live MiB on the rank with most: between steps, and at the peak of a step."
 SHOWN = {
     "ours-3": "this engine",
-    "ours-fsdp2": "its `fsdp2` import",
+    "ours-fsdp2": "`megatron_fsdp.fsdp2`",
     "fsdp2": "FSDP2",
     "mddp": "our DDP",
     "ddp": "torch's DDP",
@@ -181,7 +182,9 @@ def behind(results: Results) -> str:
         for what, ratio in (("step", _wall_ratio), ("peak memory", _peak_ratio)):
             found = {run: ratio(_lines_of(results[run]), name, peer) for run in MODELS}
             worse = [
-                f"{value:.2f} ({run.removesuffix('-2')})" for run, value in found.items() if value and value > _LEVEL
+                f"{value:.2f} ({MODELS[run].partition(', ')[0]})"
+                for run, value in found.items()
+                if value and value > _LEVEL
             ]
             if worse:
                 told.append(f"- {what} of {titles[name]} over that of {titles[peer]}: {', '.join(worse)}")
