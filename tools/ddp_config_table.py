@@ -1,6 +1,7 @@
-"""The tables of docs/ddp.md: the fields of `DistributedDataParallelConfig` with default, flag, meaning and rules."""
+"""The tables of docs/ddp.md: the fields of `DistributedDataParallelConfig` with flag, default, meaning and rules."""
 
 import dataclasses
+import re
 from typing import Any
 
 import torch
@@ -38,13 +39,22 @@ def rules_of(name: str) -> list[str]:
     return rules
 
 
+def _is_said(rule: str, meaning: str) -> bool:
+    """Return True if a meaning names all that a rule does."""
+    said = all(name in re.findall(r"\w+", meaning) for name in re.findall("`(.+?)`", rule))
+    return said and rule.startswith(("one of", "sets", "needs"))
+
+
 def row(field: dataclasses.Field[Any], meaning: str) -> str:
     """Return the table's row of a field."""
     flag = f"`{flag_of(field.name)}`"
     if field.type is bool:
         flag = flag.replace("--", "--[no-]")
     meaning = meaning.replace("``", "`").replace("|", "\\|")
-    return f"| `{field.name}` | `{shown(field.default)}` | {flag} | {meaning} | {'; '.join(rules_of(field.name))} |"
+    told = [rule for rule in rules_of(field.name) if not _is_said(rule, meaning)]
+    if rules := "; ".join(told):
+        meaning += f" {rules[0].upper()}{rules[1:]}."
+    return f"| `{field.name}`<br>{flag} | `{shown(field.default)}` | {meaning} |"
 
 
 def shown(value: object) -> str:
@@ -61,4 +71,4 @@ def fields() -> str:
     """Return the table of all fields."""
     meanings = field_meanings()
     rows = [row(field, meanings[field.name]) for field in dataclasses.fields(DistributedDataParallelConfig)]
-    return "\n".join(["| field | default | flag | meaning | rules |\n|---|---|---|---|---|", *rows])
+    return "\n".join(["| field, flag | default | meaning |\n|---|---|---|", *rows])
