@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -39,6 +38,7 @@ from megatron_fsdp import automodel as am
 from megatron_fsdp import uneven_dtensor as uneven
 from megatron_fsdp.checkpoint import Checkpointer, load_checkpoint, save_checkpoint
 from megatron_fsdp.checkpoint.hf import load_adapter, load_hf, save_adapter, save_hf
+from megatron_fsdp.comm.groups import set_timeout
 from megatron_fsdp.config.engine_options import MESSAGE_VARIABLE
 from megatron_fsdp.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_fsdp.doctor import check_parity
@@ -708,7 +708,7 @@ def what_came(call: Call) -> str:
 def walk(names: list[str]) -> None:
     """Make the calls one after another, in a group with a limit; the gather behind each shows that nobody waits."""
     table = calls()
-    distributed_c10d._set_pg_timeout(LIMIT)
+    set_timeout(LIMIT)
     for name in names:
         came = of_ranks(what_came(table[name]))
         others = came[:1] + came[2:]
@@ -850,7 +850,7 @@ TOLD: dict[str, Call] = {
 
 
 def tell(name: str) -> None:
-    distributed_c10d._set_pg_timeout(LIMIT / 3)
+    set_timeout(LIMIT / 3)
     TOLD[name](dist.get_rank() == 1)
 
 

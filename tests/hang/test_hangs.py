@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron_fsdp import MegatronFSDP, fully_shard_model
 from megatron_fsdp.cli.main import main
+from megatron_fsdp.comm.groups import set_timeout
 from megatron_fsdp.hang.explain import Explanation, Kind, explain
 from megatron_fsdp.hang.log_file import read_folder
 from tests.support.on_ranks import engine_of
@@ -73,7 +74,7 @@ def _train(model: MegatronFSDP, rank: int, misbehave: Misbehave, limit_s: float)
         optimizer.step()
         optimizer.zero_grad()
     # Only now, so that a slow start is not taken for a hang.
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s))
+    set_timeout(timedelta(seconds=limit_s))
     misbehave(model, rank)
     step(model)
     optimizer.step()

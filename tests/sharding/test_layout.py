@@ -8,15 +8,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fsdp.sharding.placement import Layout, plan_layout
+from megatron_fsdp.sharding.placement import Layout, Region, plan_layout
 
 WHOLE_ROWS = 1e6
 """A waste that is always worth whole rows."""
 
 
+def held(layout: Layout, index: int, rank: int) -> tuple[int, int]:
+    """The range of a tensor's flattened elements that a rank holds."""
+    first = rank * layout.shard_numel
+    return layout.range_in(index, Region(first, first + layout.shard_numel))
+
+
 def local_shape(layout: Layout, index: int, rank: int) -> tuple[int, ...]:
     """The shape of a rank's shard of a tensor."""
-    start, stop = layout.local_range(index, rank)
+    start, stop = held(layout, index, rank)
     return layout.shard_shape(index, stop - start)
 
 
@@ -91,9 +97,8 @@ def test_row_sharding_is_where_edges_fall_the_same_on_all_ranks() -> None:
     assert [local_shape(layout, 0, rank) for rank in range(2)] == [(6,), (6,)]
     layout = Layout(((2, 3), (4,)), (4, 0), num_shards=2, shard_numel=7)
     assert layout.tensor_range(0) == (4, 10)
-    assert layout.shard_range(1) == (7, 14)
-    assert [layout.local_range(0, rank) for rank in range(2)] == [(0, 3), (3, 6)]
-    assert [layout.local_range(1, rank) for rank in range(2)] == [(0, 4), (4, 4)]
+    assert [held(layout, 0, rank) for rank in range(2)] == [(0, 3), (3, 6)]
+    assert [held(layout, 1, rank) for rank in range(2)] == [(0, 4), (4, 4)]
     assert (layout.tensor_numel(0), layout.payload_numel, layout.padding_numel) == (6, 10, 4)
 
 
@@ -130,7 +135,7 @@ def inner_edges(layout: Layout, index: int) -> list[int]:
 def test_every_element_is_owned_by_exactly_one_rank(problem: Problem) -> None:
     layout = plan_layout(**problem)
     for index in range(len(layout.shapes)):
-        ranges = [layout.local_range(index, rank) for rank in range(layout.num_shards)]
+        ranges = [held(layout, index, rank) for rank in range(layout.num_shards)]
         assert ranges[0][0] == 0
         assert ranges[-1][1] == layout.tensor_numel(index)
         assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
@@ -145,7 +150,7 @@ def test_tensors_survive_the_way_through_shards_and_back(problem: Problem) -> No
     shards = [torch.full((layout.shard_numel,), -1) for _ in range(layout.num_shards)]
     for rank, shard in enumerate(shards):
         for index, tensor in enumerate(tensors):
-            start, stop = layout.local_range(index, rank)
+            start, stop = held(layout, index, rank)
             if start < stop:
                 at = layout.offsets[index] + start - rank * layout.shard_numel
                 shard[at : at + stop - start] = tensor[start:stop]
@@ -173,7 +178,7 @@ def test_padding_stays_within_the_bound_on_many_ranks(
 def test_local_shapes_hold_exactly_the_local_elements(problem: Problem) -> None:
     layout = plan_layout(**problem)
     for index, shape in enumerate(layout.shapes):
-        ranges = [layout.local_range(index, rank) for rank in range(layout.num_shards)]
+        ranges = [held(layout, index, rank) for rank in range(layout.num_shards)]
         local_shapes = [layout.shard_shape(index, stop - start) for start, stop in ranges]
         for (start, stop), local_shape in zip(ranges, local_shapes, strict=True):
             assert math.prod(local_shape) == stop - start

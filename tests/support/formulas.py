@@ -306,7 +306,9 @@ def _is_reduced_in_place(group: GroupFootprint, strategy: ShardingStrategy) -> b
 
 
 def _is_sharded(group: GroupFootprint, strategy: ShardingStrategy, buffer: _Buffer) -> bool:
-    return not group.is_whole and getattr(placements_for(strategy), buffer) == (Placement.SHARD,)
+    placements = placements_for(strategy)
+    held = placements.compute_weight if buffer == "compute_weight" else placements.main_weight
+    return not group.is_whole and held == (Placement.SHARD,)
 
 
 def _is_exchanged(group: GroupFootprint, strategy: ShardingStrategy) -> bool:

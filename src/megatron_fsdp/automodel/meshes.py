@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but its re-export is not marked
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron_fsdp.automodel.config import (
     DDPConfig,
@@ -28,7 +27,7 @@ from megatron_fsdp.automodel.config import (
     resolve_sizes,
 )
 from megatron_fsdp.comm.agreement import agreed, all_agree
-from megatron_fsdp.comm.groups import bound_device
+from megatron_fsdp.comm.groups import bound_device, set_timeout
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, explains_restarts, warn_caller
 
 FSDP2_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -441,7 +440,7 @@ def _create_device_meshes(
             # of all axes, flattened ones included
             flattened = mesh._get_root_mesh()._flatten_mapping.values()
             for group in (*mesh.get_all_groups(), *(flat.get_group() for flat in flattened)):
-                _set_pg_timeout(timedelta(minutes=timeout_minutes), group)
+                set_timeout(timedelta(minutes=timeout_minutes), group)
     return made
 
 

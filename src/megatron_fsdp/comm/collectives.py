@@ -1,5 +1,7 @@
 """Collectives on one mesh axis, with exact counts of the bytes sent, and the streams on which they are queued.
 
+What else asks for `torch.cuda` (captures, clocks, the default device) is here, too.
+
 Bytes are what one rank sends in a ring (or pairwise) algorithm: `(N - 1) / N` of the full buffer for an all-gather or
 a reduce-scatter, twice that for an all-reduce (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
 """
@@ -22,12 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from megatron_fsdp.errors import ConfigurationError
 
+# ---- simulated ranks -------------------------------------------------------------------------------------------------
+
 # A simulated rank (`plan/simulate.py`) is one process with fake tensors (shapes and dtypes without memory), whose
 # collectives move nothing. The tensors by which ranks agree need values even there.
-
 SIMULATED = "simulated_"
 """Prefix of the names of simulated back ends; the back end that they stand in for follows."""
-
 real_values = unset_fake_temporarily
 """Context manager and decorator that leaves torch's FakeTensorMode: new tensors have values."""
 
@@ -60,6 +62,9 @@ def is_simulated(group: dist.ProcessGroup) -> bool:
     return name == dist.Backend.FAKE or name.startswith(SIMULATED)
 
 
+# ---- one axis --------------------------------------------------------------------------------------------------------
+
+
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a tensor for communication: float8 as bytes, since gloo has no such dtype."""
     is_float8 = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
@@ -77,11 +82,6 @@ def broadcast(
 # torch 2.13 renames the flat-tensor collectives; the older names warn there and the newer do not exist in 2.11.
 all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-_BROADCASTING_RANKS = 4
-"""gloo's all-gather receives into memory of its own, as large as the result, and copies that. Broadcasts of the shards
-receive in place, in about half the CPU time on 2 ranks and two thirds on 4, but their number grows with the ranks."""
 
 
 @dataclass
@@ -104,6 +104,38 @@ class Traffic:
     def since(self, earlier: Traffic) -> Traffic:
         """Return the traffic since the snapshot `earlier`."""
         return Traffic(*map(operator.sub, astuple(self), astuple(earlier)))
+
+
+_BROADCASTING_RANKS = 4
+"""gloo's all-gather receives into memory of its own, as large as the result, and copies that. Broadcasts of the shards
+receive in place, in about half the CPU time on 2 ranks and two thirds on 4, but their number grows with the ranks."""
+
+
+class _Broadcasts:
+    """The work handles of an all-gather that is made of broadcasts."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Block until all have ended."""
+        for work in self._works:
+            work.wait()
+
+    def get_future(self) -> torch.futures.Future[list[torch.futures.Future[Any]]]:
+        """Return a future of the end of all."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+def _gather_by_broadcasts(
+    full: torch.Tensor, shard: torch.Tensor, rank: int, group: dist.ProcessGroup | None, async_op: bool
+) -> Any:
+    """All-gather `shard` of every rank into `full`; return the work handles, which are waited for as one."""
+    parts = full.view(-1, shard.numel()).unbind() if shard.numel() else ()
+    if parts and address_of(parts[rank]) != address_of(shard):
+        parts[rank].copy_(shard.reshape(-1))
+    works = [broadcast(part, group, source, async_op) for source, part in enumerate(parts)]
+    return _Broadcasts([work for work in works if work is not None]) if async_op else None
 
 
 @dataclass(frozen=True)
@@ -197,37 +229,26 @@ class Axis:
         self.traffic.reduce_bytes += full.nbytes - full.nbytes // self.num_ranks
 
 
-class _Broadcasts:
-    """The work handles of an all-gather that is made of broadcasts."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Block until all have ended."""
-        for work in self._works:
-            work.wait()
-
-    def get_future(self) -> torch.futures.Future[list[torch.futures.Future[Any]]]:
-        """Return a future of the end of all."""
-        return torch.futures.collect_all([work.get_future() for work in self._works])
-
-
-def _gather_by_broadcasts(
-    full: torch.Tensor, shard: torch.Tensor, rank: int, group: dist.ProcessGroup | None, async_op: bool
-) -> Any:
-    """All-gather `shard` of every rank into `full`; return the work handles, which are waited for as one."""
-    parts = full.view(-1, shard.numel()).unbind() if shard.numel() else ()
-    if parts and address_of(parts[rank]) != address_of(shard):
-        parts[rank].copy_(shard.reshape(-1))
-    works = [broadcast(part, group, source, async_op) for source, part in enumerate(parts)]
-    return _Broadcasts([work for work in works if work is not None]) if async_op else None
-
-
 # ---- sums of what an exchange brings, in rank order ------------------------------------------------------------------
 
-_ADDED_AT_ONCE = 1 << 16
-"""Elements per block of a sum, so that partial sums stay in the cache."""
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the accumulation dtype: float32, or the given one if it is wider or not floating."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def _sum(rows: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Sum two or more rows; into `out`, which has the dtype of the sum, or a new tensor."""
+    dtype = sum_dtype(rows[0].dtype)
+    if rows[0].dtype == dtype:
+        total = torch.add(rows[0], rows[1], out=out)
+        rest = rows[2:]
+    else:
+        total = rows[0].to(dtype) if out is None else out.copy_(rows[0])
+        rest = rows[1:]
+    for row in rest:
+        total.add_(row)
+    return total
 
 
 def sum_received(received: Tensor, num_ranks: int) -> Tensor:
@@ -250,6 +271,24 @@ def sum_rows(rows: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def put_scaled(values: Tensor, factor: float, out: Tensor) -> None:
+    """Write values times a factor into a tensor of any floating dtype, rounding once.
+
+    `torch.mul(values, factor, out=out)` alone rounds to the dtype of `values` first, where `out` has a wider one.
+    """
+    dtype = torch.promote_types(values.dtype, out.dtype)
+    if values.dtype == dtype:
+        torch.mul(values, factor, out=out)
+    elif out.dtype == dtype:
+        out.copy_(values).mul_(factor)
+    else:
+        torch.mul(values.to(dtype), factor, out=out)
+
+
+_ADDED_AT_ONCE = 1 << 16
+"""Elements per block of a sum, so that partial sums stay in the cache."""
+
+
 def add_up_into(rows: Sequence[Tensor], out: Tensor, factor: float) -> None:
     """Write the sum of two or more rows, times a factor, into `out`, which shares no memory with them.
 
@@ -267,39 +306,6 @@ def add_up_into(rows: Sequence[Tensor], out: Tensor, factor: float) -> None:
             target.mul_(factor)
 
 
-def put_scaled(values: Tensor, factor: float, out: Tensor) -> None:
-    """Write values times a factor into a tensor of any floating dtype, rounding once.
-
-    `torch.mul(values, factor, out=out)` alone rounds to the dtype of `values` first, where `out` has a wider one.
-    """
-    dtype = torch.promote_types(values.dtype, out.dtype)
-    if values.dtype == dtype:
-        torch.mul(values, factor, out=out)
-    elif out.dtype == dtype:
-        out.copy_(values).mul_(factor)
-    else:
-        torch.mul(values.to(dtype), factor, out=out)
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the accumulation dtype: float32, or the given one if it is wider or not floating."""
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-
-
-def _sum(rows: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Sum two or more rows; into `out`, which has the dtype of the sum, or a new tensor."""
-    dtype = sum_dtype(rows[0].dtype)
-    if rows[0].dtype == dtype:
-        total = torch.add(rows[0], rows[1], out=out)
-        rest = rows[2:]
-    else:
-        total = rows[0].to(dtype) if out is None else out.copy_(rows[0])
-        rest = rows[1:]
-    for row in rest:
-        total.add_(row)
-    return total
-
-
 # ---- streams ---------------------------------------------------------------------------------------------------------
 #
 # A communication stream takes a *launch* (starts a collective) and a *finish* (local work on its result, such as a sum
@@ -314,7 +320,7 @@ def _sum(rows: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 # a buffer may be handed to a stream straight after it was last used.
 
 Launch = Callable[[bool], "dist.Work | None"]
-"""Starts a collective. Its argument is torch's `async_op`; with it, a `dist.Work` is returned."""
+"""Starts a collective. Its argument is torch's `async_op`; with it, it returns a `dist.Work`, or None if it is over."""
 Finish = Callable[[], None]
 Tell = Callable[..., None]
 """`CommStreamWatch.communicates` with the collective and the stream filled in."""
@@ -373,6 +379,15 @@ class StreamApi(Protocol):
         """Return a context in which `stream` is the current stream."""
 
 
+def _nobody(_moment: Moment, work: dist.Work | None = None) -> None:
+    """Report nothing."""
+
+
+def _teller(watch: CommStreamWatch | None, stream: str) -> Tell:
+    """Return the callback that reports a collective's progress."""
+    return partial(watch.communicates, watch.number(), stream=stream) if watch and watch.active else _nobody
+
+
 class HostWork:
     """A work handle and the local work that follows it, which the first `wait` runs; `tell` reports its moments."""
 
@@ -392,15 +407,6 @@ class HostWork:
             finish()
         tell(Moment.FINISHED)
         tell(Moment.WAITED)
-
-
-def _nobody(_moment: Moment, work: dist.Work | None = None) -> None:
-    """Report nothing."""
-
-
-def _teller(watch: CommStreamWatch | None, stream: str) -> Tell:
-    """Return the callback that reports a collective's progress."""
-    return partial(watch.communicates, watch.number(), stream=stream) if watch and watch.active else _nobody
 
 
 class HostCommStream:
@@ -525,6 +531,9 @@ class SideStream:
         """Keep a tensor's memory until the current stream has finished using it."""
         if self._stream is not None:
             tensor.record_stream(torch.cuda.current_stream(self.device))
+
+
+# ---- the device of a stream, and clocks on it ------------------------------------------------------------------------
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -7,7 +7,7 @@ import functools
 import time
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -20,6 +20,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fsdp.comm.collectives import Axis, is_simulated, real_values
+
+set_timeout: Callable[..., None] = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+"""Set the timeout of later collectives of a group; torch 2.14 has a public name for it."""
 
 _PATIENCE_S = 1.0
 _LOOK_S = 0.005

@@ -158,7 +158,7 @@ def _group(group: ParameterGroup, states: dict[int, tuple[str, ...]]) -> GroupDe
         main=_name(group.weights.main.local.dtype),
         optimizer_state=tuple(dict.fromkeys(dtype for param in group.sharded for dtype in states.get(id(param), ()))),
         compute_weight=_placed(plan.placements.compute_weight),
-        main_gradient=() if gradients is None else _placed(plan.placements.main_grad),
+        main_gradient=() if gradients is None else _placed(plan.placements.main_weight),
         main_weight=_placed(plan.placements.main_weight),
         compute_bytes=group.weights.compute.local.nbytes,
         main_bytes=0 if group.weights.main_lies_in_compute else group.weights.main.local.nbytes,
@@ -179,7 +179,7 @@ def memory_description(engine: Engine) -> MemoryDescription:
     held, schedule, plan = memory_of(engine), engine.scheduler.config, engine.memory_plan
     others, offload = engine.units[ROOT_UNIT + 1 :], engine.options.offload
     return MemoryDescription(
-        allocator=plan.allocator.value,
+        allocator=engine.options.memory.allocator.value,
         slots=schedule.slots if schedule.shares_slots else 0,
         slot_bytes=plan.weights.slot_bytes or max((unit.block_bytes for unit in others), default=0),
         buckets=engine.executor.bucket_count,

@@ -83,7 +83,7 @@ class ForwardCall:
     unit: int
     module_index: int
     weights_version: int
-    reads_weights: bool = True
+    reads_weights: bool = True  # its backward may read them
     last_backward: int = -1
 
 
@@ -302,12 +302,8 @@ class Engine:
         needs_backward: bool,
         failed: bool = False,
         module_index: int = 0,
-        reads_weights: bool = True,
     ) -> ForwardCall:
-        """Put the sharded parameters back after the forward of a unit's module, also one that failed.
-
-        `reads_weights`: its backward may read the weights.
-        """
+        """Put the sharded parameters back after the forward of a unit's module, also one that failed."""
         unit, depth = self.units[unit_index], self.scheduler.forward_depth(unit_index)
         if not depth:
             return ForwardCall(unit_index, module_index, _NEVER)  # another hook failed before the forward began
@@ -328,7 +324,7 @@ class Engine:
             # These all-gathers write into compute weights, which the caller may change as soon as the forward has
             # returned.
             self.executor.wait_for_outer()
-        return ForwardCall(unit_index, module_index, weights_version, reads_weights)
+        return ForwardCall(unit_index, module_index, weights_version)
 
     # Note [Weights of other units]
     #
@@ -894,8 +890,8 @@ class Engine:
         self.refuse_open_iteration("weights were gathered ahead")
         for unit in self.units:
             self.executor.run(self.scheduler.prefetch_requested(unit.index))
-            if wait:
-                unit.wait_for_unshard()
+        if wait:
+            self.await_weights()
 
     def await_weights(self) -> None:
         """Wait for the all-gathers of `prefetch_weights`."""
@@ -905,7 +901,7 @@ class Engine:
     def set_prefetch(self, numel: int) -> None:
         """Prefetch as many units as fit into `numel` elements; see `prefetch_depth`."""
         self.scheduler.look_ahead(
-            prefetch_depth(numel, unit_numels([unit.group_plans for unit in self.units])), self.memory_plan.may_grow
+            prefetch_depth(numel, unit_numels([unit.group_plans for unit in self.units])), self.options.memory.may_grow
         )
 
     def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:

@@ -5,8 +5,8 @@
     where there is an outer axis:  bucket  -> reduced inside, added ->  partly reduced gradient (an inner rank's shard,
         main_grads dtype)  -> cast, reduced across, at the sync ->  main gradient
 
-At the end ranks agree on which parameters any of them used (`UsageAgreement`), and after a reset on which gradients
-wait to be reduced.
+The reduction comes first in this file. At the end ranks agree on which parameters any of them used (`UsageAgreement`),
+and after a reset on which gradients wait to be reduced.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.sharding.mesh import RankMesh
 from megatron_fsdp.sharding.placement import Placement, held_region
 
+
 # ---- the two stages of a reduction -----------------------------------------------------------------------------------
 #
 # Over the inner ranks first, then, at the sync, over the outer ones:
@@ -52,11 +53,13 @@ from megatron_fsdp.sharding.placement import Placement, held_region
 # A stage is a launch, which starts the collective, and a function that returns its result once that is done.
 #
 # The dtype and factor of gradients that are sent are applied here: `encode` writes them into a bucket, `reduce_outer`
-# casts partly reduced ones, and a stage's result, times `factor`, is their sum. Their bytes are `bucket_bytes` and
-# `outer_buffer_bytes` of `GroupPlan`. A format that is no dtype (int8 with scales, say) needs a bucket of bytes, too,
-# whose views in `GradientBuffers` are not shaped as parameters, and an exchange instead of a reduce-scatter.
-
-
+# casts partly reduced ones, and a stage's result, times `factor`, is their sum. `direct_hook` copies a gradient without
+# `encode` where nothing but a cast is due. Their bytes are `bucket_bytes` and `outer_buffer_bytes` of `GroupPlan`.
+#
+# A format that is no dtype (int8 with scales, say) needs more: an exchange in place of reduce-scatters and all-reduces;
+# no direct copy (`is_direct`) and no main gradient as its own bucket (`reduces_in_place`); a bucket of bytes, which
+# `Unit.slice_of` and `scratch_of` give a dtype, `GradientBuffers` cuts into views shaped as parameters, and checks of
+# gradients read; and its bytes in `plan/replay.py`.
 class Stage(NamedTuple):
     """One collective of a reduction."""
 
@@ -70,11 +73,25 @@ class Stage(NamedTuple):
     by_rank: tuple[torch.Tensor, ...] = ()
 
 
+def _by_rank(axis: Axis, received: torch.Tensor, launch: Launch, own: torch.Tensor | None = None) -> Stage:
+    """Make a stage that receives a row of each rank, or of each but this one, which is `own`, and sums them here."""
+    rows = [*received.view(axis.num_ranks - (own is not None), -1).unbind()]
+    rows[axis.rank : axis.rank] = [] if own is None else [own]
+    return Stage(launch, partial(sum_rows, rows), (), partial(add_up_into, rows), tuple(rows))
+
+
+def _native(axis: Axis, full: torch.Tensor, numel: int, average: bool) -> Stage:
+    """Make a stage of the back end's own reduce-scatter, in place: its result is this rank's shard of `full`."""
+    # In place, so that no memory for the result is needed: back ends allow the output to be this shard of the input.
+    reduced = full.narrow(0, axis.rank * numel, numel)
+    return Stage(partial(axis.reduce_scatter, reduced, full, average), lambda: reduced)
+
+
 class GradientReducer:
     """Reduces the gradients of one parameter group over the ranks."""
 
     def __init__(self, plan: GroupPlan) -> None:
-        axes, placement = plan.axes, plan.placements.main_grad
+        axes, placement = plan.axes, plan.placements.main_weight
         self._outer = axes[0] if len(axes) > 1 else None
         self._inner = plan.axis
         self._flat = plan.rank_mesh.flat  # both axes as one
@@ -188,28 +205,13 @@ class GradientReducer:
         return stage._replace(memory=(sums,))
 
 
-def _by_rank(axis: Axis, received: torch.Tensor, launch: Launch, own: torch.Tensor | None = None) -> Stage:
-    """Make a stage that receives a row of each rank, or of each but this one, which is `own`, and sums them here."""
-    rows = [*received.view(axis.num_ranks - (own is not None), -1).unbind()]
-    rows[axis.rank : axis.rank] = [] if own is None else [own]
-    return Stage(launch, partial(sum_rows, rows), (), partial(add_up_into, rows), tuple(rows))
-
-
-def _native(axis: Axis, full: torch.Tensor, numel: int, average: bool) -> Stage:
-    """Make a stage of the back end's own reduce-scatter, in place: its result is this rank's shard of `full`."""
-    # In place, so that no memory for the result is needed: back ends allow the output to be this shard of the input.
-    reduced = full.narrow(0, axis.rank * numel, numel)
-    return Stage(partial(axis.reduce_scatter, reduced, full, average), lambda: reduced)
-
+# ---- where a gradient is shown ---------------------------------------------------------------------------------------
 
 # The gradient of a sharded parameter is in `.grad`, or in `.decoupled_grad`, which torch does not use: torch requires
 # that `.grad` has the dtype of its parameter, and a further attribute may have any.
-
 GradAttribute = Literal["grad", "decoupled_grad"]
-
 GRAD: GradAttribute = "grad"
 DECOUPLED: GradAttribute = "decoupled_grad"
-
 plain_attributes = torch._C.DisableTorchFunctionSubclass
 """A context in which access to attributes of DTensors is as fast as of plain tensors.
 
@@ -231,8 +233,6 @@ the access. DTensors have none, so that nothing else changes.
 # A replicated main gradient that has no memory when a backward begins, since `zero_grad` has freed it, serves as its
 # own bucket (`fill_main`): gradients are copied there and all-reduced in place. With memory it does not: the user
 # may hold it, or a reduction may be about to add to it.
-
-
 def get_grad(param: torch.Tensor, attribute: GradAttribute) -> torch.Tensor | None:
     """Return the gradient of a parameter, or None."""
     found: torch.Tensor | None = getattr(param, attribute, None)
@@ -260,13 +260,15 @@ def show_grad(copy: torch.Tensor, grad: torch.Tensor | None) -> None:
     copy.decoupled_grad = grad  # type: ignore[attr-defined]
 
 
+# ---- the main gradient -----------------------------------------------------------------------------------------------
+
 # The memory of a group's main gradient exists from the first reduction until all gradients are cleared.
 #
 # Between `zero_grad` and the next reduction there are no gradients, and that is where forward needs most memory. So the
 # storage is freed then and allocated again later, beneath the same tensors, to which the optimizer may refer. Where
 # the user has kept a gradient, as torch allows, it is left to them and a new one is made.
-
 _OWN_REFERENCES = 3  # to a DTensor of ours during the check: the list, the variable, the argument
+DescribeShard = Callable[[int, torch.Tensor], DTensor]
 
 
 class MainGradient:
@@ -372,8 +374,7 @@ class MainGradient:
         return True
 
 
-DescribeShard = Callable[[int, torch.Tensor], DTensor]
-Inspect = Callable[[int, torch.Tensor], None]
+# ---- from autograd to the main gradient ------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -393,10 +394,8 @@ class ParameterGradient:
 # The hook that copies a gradient from autograd into its bucket runs for every parameter in every backward. So it does
 # the common case, a plain gradient that is the first for its target in the bucket, without calling anything of ours:
 # that halves the host time of a gradient.
-
 Take = Callable[[torch.Tensor], None]
 """Called with a full parameter when autograd has accumulated its gradient."""
-
 _STRIDED = torch.strided
 
 
@@ -418,6 +417,14 @@ def direct_hook(gradient: ParameterGradient, take: Take, count: Callable[[], obj
             count()
 
     return receive
+
+
+def _zero(tensors: list[torch.Tensor]) -> None:
+    if tensors:
+        torch._foreach_zero_(tensors)
+
+
+Inspect = Callable[[int, torch.Tensor], None]
 
 
 class GradientBuffers:
@@ -786,9 +793,7 @@ class GradientBuffers:
         return torch.zeros(numel, dtype=self.precision.main_grads, device=self.main.device)
 
 
-def _zero(tensors: list[torch.Tensor]) -> None:
-    if tensors:
-        torch._foreach_zero_(tensors)
+# ---- what ranks agree on ---------------------------------------------------------------------------------------------
 
 
 # A parameter that no rank used keeps `.grad` None, as on one process, so that weight decay and momentum leave it
@@ -796,8 +801,6 @@ def _zero(tensors: list[torch.Tensor]) -> None:
 # used, which is the rule, they never ask again (and a parameter that goes unused later has a zero gradient); else they
 # agree at every sync. `find_unused_parameters=True`, and units that ranks may skip, make them ask every time: one small
 # collective, and one wait for it.
-
-
 class UsageAgreement:
     """Agreement over a rank mesh on the parameters that got a gradient on any rank.
 

@@ -124,10 +124,10 @@ def _post_forward(
             found = (tensor for each in objects for tensor in tensors_in(object.__getstate__(each)))
             outputs = [tensor for tensor in found if tensor.requires_grad]
     failed = output is None and sys.exc_info()[1] is not None  # always-called hooks run while the exception is handled
-    # The backward of a plain lookup reads no weights.
-    reads_weights = not unit.only_looks_up or any(type(tensor.grad_fn).__name__ != _LOOKUP for tensor in outputs)
     with outside_of_transforms():
-        call = engine.post_forward(unit_index, bool(outputs), failed, entry.module_index, reads_weights)
+        call = engine.post_forward(unit_index, bool(outputs), failed, entry.module_index)
+    # The backward of a plain lookup reads no weights.
+    call.reads_weights = not unit.only_looks_up or any(type(out.grad_fn).__name__ != _LOOKUP for out in outputs)
     if has_graph and not outputs:
         _refuse_opaque(engine, unit_index, (args, kwargs), output)
     for tensor in outputs:
@@ -406,10 +406,8 @@ def _communicate_for(engine: Engine, call: UnitCall, hidden: Tensor) -> Tensor:
         call.unit == ROOT_UNIT and any(u.is_trainable for u in engine.units)
     )
     needs_backward = torch.is_grad_enabled() and (hidden.requires_grad or trainable)
-    reads_weights = not engine.units[call.unit].only_looks_up  # as on the ranks that look something up
-    forward = engine.post_forward(
-        call.unit, needs_backward, module_index=call.module_index, reads_weights=reads_weights
-    )
+    forward = engine.post_forward(call.unit, needs_backward, module_index=call.module_index)
+    forward.reads_weights = not engine.units[call.unit].only_looks_up  # as on the ranks that look something up
     return announcing_backward(engine, forward, hidden) if needs_backward else hidden
 
 

@@ -41,11 +41,6 @@ class FlatBuffer:
         self.region = region  # the elements of the full buffer that are here
         self.local = local  # these elements, (region.numel,)
 
-    @property
-    def is_whole(self) -> bool:
-        """True if this rank holds the whole buffer."""
-        return self.region.numel == self.layout.numel
-
     def view_of(self, region: Region) -> torch.Tensor:
         """Return the elements of a region inside of this one, a view (region.numel,)."""
         return self.local[region.within(self.region)]

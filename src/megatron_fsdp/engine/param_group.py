@@ -25,6 +25,7 @@ from megatron_fsdp.engine.gradients import (
     GradAttribute,
     GradientBuffers,
     get_grad,
+    get_grads,
     plain_attributes,
 )
 from megatron_fsdp.engine.memory import FlatBuffer, allocate, full_view, on_device, shard_view
@@ -389,7 +390,7 @@ class ParameterGroup:
 
     def grads(self) -> list[torch.Tensor | None]:
         """Return the gradient of each sharded parameter."""
-        return [get_grad(param, self.grad_attribute) for param in self.sharded]
+        return get_grads(self.sharded, self.grad_attribute)
 
     def clear_grads(self) -> None:
         """Set the gradients of all sharded parameters to None."""

@@ -61,6 +61,8 @@ from megatron_fsdp.sharding.units import (
 )
 from megatron_fsdp.sharding.weight_formats import Fp8Compute, WeightFormat, encoded_bytes
 
+# ---- one parameter group ---------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class GroupPlan:
@@ -271,15 +273,9 @@ class GroupPlan:
 
 
 _ALIGNMENT_BYTES = 16
-EXPERT_NAME = ".experts."
-"""Part of the name of every expert's parameter."""
-SAME_ON_EXPERT_RANKS = "_same_on_expert_ranks"
-"""Attribute of a parameter with such a name that all ranks hold alike, and reduce as they do dense ones."""
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Return True if a pattern for sums in float32 matches a parameter's name."""
-    return pattern == "all" or fnmatchcase(name, pattern)
+# ---- the sharding of some parameters, or of a model ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -414,6 +410,17 @@ class Ranks:
         return is_first_in(self.reaching_all)
 
 
+EXPERT_NAME = ".experts."
+"""Part of the name of every expert's parameter."""
+SAME_ON_EXPERT_RANKS = "_same_on_expert_ranks"
+"""Attribute of a parameter with such a name that all ranks hold alike, and reduce as they do dense ones."""
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return True if a pattern for sums in float32 matches a parameter's name."""
+    return pattern == "all" or fnmatchcase(name, pattern)
+
+
 @dataclass(frozen=True)
 class ModelSharding:
     """The sharding of all parameters of a model: its dense ones and its experts."""
@@ -475,20 +482,8 @@ class ModelSharding:
             return self.apart[name]
         return self.experts if self.experts is not None and self.is_expert(name, param) else self.dense
 
-    def over_own_groups(self) -> ModelSharding:
-        """Return the sharding on process groups of its own along each data-parallel axis; collective, by all ranks."""
-        dense, experts = self.dense.rank_mesh, None if self.experts is None else self.experts.rank_mesh
-        flat = () if dense.flat is None else (dense.flat.axis,)
-        own = OwnGroups((*dense.axes, *(() if experts is None else experts.axes), *flat))
-        cut = len(dense.axes)
-        on_own = replace(
-            dense, axes=own.axes[:cut], flat=None if dense.flat is None else replace(dense.flat, axis=own.axes[-1])
-        )
-        found = replace(self, dense=replace(self.dense, rank_mesh=on_own), own_groups=own)
-        if self.experts is not None and experts is not None:
-            apart = replace(experts, axes=own.axes[cut : cut + len(experts.axes)])
-            found = replace(found, experts=replace(self.experts, rank_mesh=apart))
-        return found
+
+# ---- the groups of a model -------------------------------------------------------------------------------------------
 
 
 def parameter_info(
@@ -564,6 +559,22 @@ def with_offload(planned: list[list[GroupPlan]], offload: Offload) -> list[list[
 # ---- memory of a model -----------------------------------------------------------------------------------------------
 
 
+BLOCK_ALIGNMENT_BYTES = 128  # groups that share a borrowed block start at multiples of this
+
+
+def pack_bytes(lengths_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Place stretches one after another, each aligned; return their offsets and the total, in bytes."""
+    offsets, cursor = [], 0
+    for length in lengths_bytes:
+        offsets.append(cursor)
+        cursor += -(-length // BLOCK_ALIGNMENT_BYTES) * BLOCK_ALIGNMENT_BYTES
+    return tuple(offsets), cursor
+
+
+GroupPlans = Sequence[GroupPlan]
+"""The groups of one unit."""
+
+
 class WeightStorage(Enum):
     """Storage of one unit's gathered weights."""
 
@@ -580,6 +591,14 @@ class UnitWeights:
     block_bytes: int  # of the block that holds them, padding included; 0 where every rank holds them whole anyway
     # elements and dtype of each parameter group; equal shapes fit one another's memory
     shape: tuple[tuple[int, torch.dtype], ...] = ()
+
+
+def _weights_of(unit: GroupPlans) -> UnitWeights:
+    in_slots = [group for group in unit if group.shards_compute_weights]
+    return UnitWeights(
+        pack_bytes([group.gathered_bytes for group in unit])[1],
+        tuple((group.layout.numel, group.precision.compute) for group in in_slots),
+    )
 
 
 @dataclass(frozen=True)
@@ -608,6 +627,16 @@ class WeightPlan:
         return min(self.slots, sum(self.block_bytes[unit] > 0 for unit in self.units_in(WeightStorage.SLOT)))
 
 
+_ROOT_STORAGE = {WeightAllocator.RESIZE: WeightStorage.RESIZED, WeightAllocator.SLOTS: WeightStorage.FOR_STEP}
+
+
+def most_common_shape(units: Sequence[UnitWeights]) -> tuple[tuple[int, torch.dtype], ...]:
+    """Return the most common shape of units; of several the one with most bytes, then the first."""
+    sizes = {unit.shape: unit.block_bytes for unit in units if unit.block_bytes}
+    counts = Counter(unit.shape for unit in units if unit.block_bytes)
+    return max(counts, key=lambda shape: (counts[shape], sizes[shape]), default=())
+
+
 def plan_weights(
     allocator: WeightAllocator, units: Sequence[UnitWeights], slots: int, is_persistent: bool = False
 ) -> WeightPlan:
@@ -630,9 +659,6 @@ def plan_weights(
         storages = [storage if storage is WeightStorage.SLOT else WeightStorage.OWN for storage in storages]
     taken_at_once = is_persistent or allocator in DOUBLE_BUFFERS
     return WeightPlan(tuple(storages), tuple(unit.block_bytes for unit in units), slots, taken_at_once)
-
-
-_ROOT_STORAGE = {WeightAllocator.RESIZE: WeightStorage.RESIZED, WeightAllocator.SLOTS: WeightStorage.FOR_STEP}
 
 
 class Use(Enum):
@@ -683,13 +709,6 @@ def plan_pool(sizes: Mapping[Use, Sequence[int]]) -> PoolPlan:
     return PoolPlan(tuple(blocks), cursor)
 
 
-def most_common_shape(units: Sequence[UnitWeights]) -> tuple[tuple[int, torch.dtype], ...]:
-    """Return the most common shape of units; of several the one with most bytes, then the first."""
-    sizes = {unit.shape: unit.block_bytes for unit in units if unit.block_bytes}
-    counts = Counter(unit.shape for unit in units if unit.block_bytes)
-    return max(counts, key=lambda shape: (counts[shape], sizes[shape]), default=())
-
-
 def prefetch_depth(numel: int, unit_numels: Sequence[int]) -> int:
     """Return the number of units, whichever they are, that fit into `numel` elements; at least 1 unless that is 0."""
     if numel < 0:
@@ -698,34 +717,59 @@ def prefetch_depth(numel: int, unit_numels: Sequence[int]) -> int:
     return min(len(unit_numels), max(count, int(numel > 0)))
 
 
-BLOCK_ALIGNMENT_BYTES = 128  # groups that share a borrowed block start at multiples of this
 OUTER_REDUCTIONS = 2
 """Units whose gradients are in reduction over the outer axis at a time."""
-
-
-def pack_bytes(lengths_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Place stretches one after another, each aligned; return their offsets and the total, in bytes."""
-    offsets, cursor = [], 0
-    for length in lengths_bytes:
-        offsets.append(cursor)
-        cursor += -(-length // BLOCK_ALIGNMENT_BYTES) * BLOCK_ALIGNMENT_BYTES
-    return tuple(offsets), cursor
-
-
-GroupPlans = Sequence[GroupPlan]
-"""The groups of one unit."""
 _BUCKETS = 2  # one fills while the other is being reduced
+
+
+def unit_numels(units: Sequence[GroupPlans]) -> list[int]:
+    """Return the elements of each unit besides the root, padding included."""
+    return [sum(group.layout.numel for group in unit) for unit in units[ROOT_UNIT + 1 :]]
+
+
+def outer_buffer_offsets(unit: GroupPlans) -> tuple[tuple[int, ...], int]:
+    """Place the outer send and receive buffers of a unit's groups in one block."""
+    return pack_bytes([length for group in unit for length in (group.outer_buffer_bytes, group.received_bytes)])
+
+
+def bucket_count(numel: int, units: Sequence[GroupPlans]) -> int:
+    """Return the number of buckets, each for the largest unit, that fit into `numel` elements: 1 to all units."""
+    largest = max(unit_numels(units), default=0)
+    trainable = sum(any(group.requires_grad for group in unit) for unit in units[ROOT_UNIT + 1 :])
+    return max(1, min(numel // max(1, largest), trainable))
+
+
+def _block_sizes(
+    weights: WeightPlan, buckets: int, filled: int, units: Sequence[GroupPlans]
+) -> dict[Use, Sequence[int]]:
+    """Return the bytes of every block that the collectives of a model use, by use and number.
+
+    `buckets`: how many units besides the root fill one or have one in reduction at a time; `filled`: the same where all
+    fill before any is reduced.
+    """
+    own = weights.units_in(WeightStorage.OWN)
+    # A unit has one bucket, in which its groups lie one behind another.
+    needed = [pack_bytes([group.bucket_bytes for group in unit])[1] for unit in units]
+    scratch = max(pack_bytes([group.scratch_bytes for group in unit])[1] for unit in units)
+    outer_buffer = max((outer_buffer_offsets(unit)[1] for unit in units), default=0)
+    return {
+        Use.SHARD: [group.shard_bytes for group in chain.from_iterable(units)],
+        Use.SLOT: [weights.slot_bytes] * weights.slots_used,
+        Use.UNIT: [size if unit in own else 0 for unit, size in enumerate(weights.block_bytes)],
+        Use.ROOT_BUCKET: needed[: ROOT_UNIT + 1],
+        Use.BUCKET: [max(needed[ROOT_UNIT + 1 :], default=0)] * filled,
+        Use.SCRATCH: [scratch] * max(1, buckets - 1),
+        Use.OUTER_BUFFER: [outer_buffer] * OUTER_REDUCTIONS,
+    }
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """Plan of one model's communication memory and schedule."""
 
-    allocator: WeightAllocator
     weights: WeightPlan
     schedule: ScheduleConfig
     buckets: int  # units besides the root that fill a bucket or have one in reduction at a time
-    may_grow: bool  # a larger prefetch size may bring more slots
     pool: PoolPlan | None = None  # the persistent blocks, which are taken at wrap time, if any
 
 
@@ -773,53 +817,4 @@ def plan_memory(
     # Where none is reduced before the backward ends, all units fill a bucket at a time.
     at_a_time = buckets if reduces_early else max(buckets, sum(schedule.trainable[ROOT_UNIT + 1 :]))
     pool = plan_pool(_block_sizes(weights, buckets, at_a_time, units)) if options.is_persistent else None
-    return MemoryPlan(options.allocator, weights, schedule, buckets, options.may_grow, pool)
-
-
-def _block_sizes(
-    weights: WeightPlan, buckets: int, filled: int, units: Sequence[GroupPlans]
-) -> dict[Use, Sequence[int]]:
-    """Return the bytes of every block that the collectives of a model use, by use and number.
-
-    `buckets`: how many units besides the root fill one or have one in reduction at a time; `filled`: the same where all
-    fill before any is reduced.
-    """
-    own = weights.units_in(WeightStorage.OWN)
-    # A unit has one bucket, in which its groups lie one behind another.
-    needed = [pack_bytes([group.bucket_bytes for group in unit])[1] for unit in units]
-    scratch = max(pack_bytes([group.scratch_bytes for group in unit])[1] for unit in units)
-    outer_buffer = max((outer_buffer_offsets(unit)[1] for unit in units), default=0)
-    return {
-        Use.SHARD: [group.shard_bytes for group in chain.from_iterable(units)],
-        Use.SLOT: [weights.slot_bytes] * weights.slots_used,
-        Use.UNIT: [size if unit in own else 0 for unit, size in enumerate(weights.block_bytes)],
-        Use.ROOT_BUCKET: needed[: ROOT_UNIT + 1],
-        Use.BUCKET: [max(needed[ROOT_UNIT + 1 :], default=0)] * filled,
-        Use.SCRATCH: [scratch] * max(1, buckets - 1),
-        Use.OUTER_BUFFER: [outer_buffer] * OUTER_REDUCTIONS,
-    }
-
-
-def outer_buffer_offsets(unit: GroupPlans) -> tuple[tuple[int, ...], int]:
-    """Place the outer send and receive buffers of a unit's groups in one block."""
-    return pack_bytes([length for group in unit for length in (group.outer_buffer_bytes, group.received_bytes)])
-
-
-def unit_numels(units: Sequence[GroupPlans]) -> list[int]:
-    """Return the elements of each unit besides the root, padding included."""
-    return [sum(group.layout.numel for group in unit) for unit in units[ROOT_UNIT + 1 :]]
-
-
-def bucket_count(numel: int, units: Sequence[GroupPlans]) -> int:
-    """Return the number of buckets, each for the largest unit, that fit into `numel` elements: 1 to all units."""
-    largest = max(unit_numels(units), default=0)
-    trainable = sum(any(group.requires_grad for group in unit) for unit in units[ROOT_UNIT + 1 :])
-    return max(1, min(numel // max(1, largest), trainable))
-
-
-def _weights_of(unit: GroupPlans) -> UnitWeights:
-    in_slots = [group for group in unit if group.shards_compute_weights]
-    return UnitWeights(
-        pack_bytes([group.gathered_bytes for group in unit])[1],
-        tuple((group.layout.numel, group.precision.compute) for group in in_slots),
-    )
+    return MemoryPlan(weights, schedule, buckets, pool)

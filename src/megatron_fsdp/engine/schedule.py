@@ -53,7 +53,7 @@ class ScheduleConfig:
     reduces_early: bool = True  # a unit is reduced when the backward of the next one begins; else when all are over
     # units with storage of their own (as in FSDP1): they take a slot as a limit on unsharded units, not as memory
     resized: frozenset[int] = frozenset()
-    # those of them that are not counted in slots, and never resharded to make room
+    # units that are not counted in slots, and never resharded to make room
     without_slot: frozenset[int] = frozenset()
     resharded_after_backward: frozenset[int] = frozenset()  # when a backward is over, because their memory is freed
     # those resharded after the backward that is predicted to be the last before the weights change; memory is freed

@@ -359,7 +359,7 @@ def _buffer_placements(placements: Placements) -> BufferPlacements:
         OnAxis.SHARD if dim == len(gradient) - 1 and held is OnAxis.SHARD else OnAxis.PARTIAL
         for dim, held in enumerate(gradient)
     )
-    return BufferPlacements(tuple(parameter), accumulated, tuple(optimizer), tuple(optimizer))
+    return BufferPlacements(tuple(parameter), accumulated, tuple(optimizer))
 
 
 class FsdpModule(nn.Module):

@@ -16,7 +16,7 @@ import enum
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -41,8 +41,7 @@ class Placements:
 
     compute_weight: tuple[Placement, ...]  # the weights that forward and backward use, between uses
     accumulated_grad: tuple[Placement, ...]  # before the gradient sync
-    main_grad: tuple[Placement, ...]  # after the gradient sync; as `main_weight`, by which its buffer is cut
-    main_weight: tuple[Placement, ...]  # what the optimizer updates, and its state
+    main_weight: tuple[Placement, ...]  # what the optimizer updates, its state, and gradients after their sync
 
     @property
     def accumulates_shards(self) -> bool:
@@ -53,12 +52,12 @@ class Placements:
         """Return the placements of frozen parameters: nothing is optimised, so main weights lie as compute weights."""
         if self.compute_weight[-1] is not Placement.SHARD:
             return self.of_scalars()
-        return Placements(self.compute_weight, self.accumulated_grad, self.compute_weight, self.compute_weight)
+        return Placements(self.compute_weight, self.accumulated_grad, self.compute_weight)
 
     def of_scalars(self) -> Placements:
         """Return the placements of parameters without dimensions, of which every rank holds all."""
         whole, partial = (Placement.REPLICATE,) * len(self.main_weight), (Placement.PARTIAL,) * len(self.main_weight)
-        return Placements(whole, partial, whole, whole)
+        return Placements(whole, partial, whole)
 
 
 _R, _P, _S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
@@ -73,7 +72,7 @@ def placements_for(inner: ShardingStrategy, outer: ShardingStrategy | None = Non
     accumulated = _S if inner.shards_gradients else _P
     main = _S if inner.shards_main_weights else _R
     if outer is None:
-        return Placements((weight,), (accumulated,), (main,), (main,))
+        return Placements((weight,), (accumulated,), (main,))
     if outer not in (ShardingStrategy.no_shard, ShardingStrategy.optim):
         raise ConfigurationError(
             f'outer_dp_sharding_strategy="{outer.name}" is not possible on the outer axis; '
@@ -87,12 +86,12 @@ def placements_for(inner: ShardingStrategy, outer: ShardingStrategy | None = Non
         )
     # Over the outer axis compute weights are replicated, and gradients partial until the sync.
     after_sync = _S if outer == ShardingStrategy.optim else _R
-    return Placements((_R, weight), (_P, accumulated), (after_sync, main), (after_sync, main))
+    return Placements((_R, weight), (_P, accumulated), (after_sync, main))
 
 
 def strategies_of(placements: Placements) -> tuple[ShardingStrategy | None, ShardingStrategy | None]:
     """Return the strategies on the sharding and on the hybrid axis that place buffers so; None where there is none."""
-    buffers = (placements.compute_weight, placements.accumulated_grad, placements.main_grad, placements.main_weight)
+    buffers = (placements.compute_weight, placements.accumulated_grad, placements.main_weight)
     on_inner = Placements(*(buffer[-1:] for buffer in buffers))
     inner = next((strategy for strategy in ShardingStrategy if placements_for(strategy) == on_inner), None)
     if len(placements.main_weight) == 1:
@@ -100,11 +99,12 @@ def strategies_of(placements: Placements) -> tuple[ShardingStrategy | None, Shar
     return inner, ShardingStrategy.optim if placements.main_weight[0] is _S else ShardingStrategy.no_shard
 
 
+# ---- the elements that a rank holds ----------------------------------------------------------------------------------
+
+
 # A buffer that is sharded over several axes is cut over the innermost first, and each part then over the next one
 # out, so that what one inner rank holds for all outer ranks is contiguous: with N inner and M outer ranks, the owner
 # of shard number s of N * M is inner rank s // M, outer rank s % M.
-
-
 class AxisPosition(Protocol):
     """The position of a rank on one axis."""
 
@@ -165,8 +165,6 @@ class GradientReduction:
     op: Literal["sum", "avg"]  # of each collective of the reduction
     pre_factor: float  # multiplies each rank's whole gradient, once, before the first collective
     post_factor: float  # multiplies the reduced result (or shard), once, after the last collective
-    group_size: int = field(default=1, compare=False)  # ranks that an average is taken over
-    scales_first: bool = field(default=False, compare=False)  # sums of every dtype are scaled before they travel
     # Whether the gradients of the ranks are added to the accumulated gradient one after another, as one process
     # adds those of its microbatches, and not first to each other.
     one_by_one: bool = False
@@ -175,17 +173,6 @@ class GradientReduction:
     def adds_up(self) -> bool:
         """True if gradients are summed over ranks without a factor, as `calculate_per_token_loss` asks for."""
         return self.op == "sum" and self.pre_factor * self.post_factor == 1.0
-
-    def for_dtype(self, comm_dtype: torch.dtype) -> GradientReduction:
-        """Return the same reduction in another communication dtype; float16 gradients are scaled before the sum."""
-        factor = self.pre_factor * self.post_factor
-        if comm_dtype == torch.float16:  # an averaging collective may add first and divide afterwards
-            factor /= self.group_size if self.op == "avg" else 1
-            return replace(self, op="sum", pre_factor=factor, post_factor=1.0, group_size=1)
-        if self.op == "avg":
-            return self
-        factors = (factor, 1.0) if self.scales_first else (1.0, factor)
-        return replace(self, op="sum", pre_factor=factors[0], post_factor=factors[1], group_size=1)
 
 
 def gradient_reduction(
@@ -227,9 +214,105 @@ def gradient_reduction(
                 "set one of them to False."
             )
         return GradientReduction("sum", 1.0, 1.0)
-    if average_in_collective:
-        return GradientReduction("avg", 1.0, group_size / dp_size, group_size).for_dtype(comm_dtype)
-    return GradientReduction("sum", 1.0, 1.0 / dp_size, scales_first=scales_first).for_dtype(comm_dtype)
+    if average_in_collective and comm_dtype != torch.float16:
+        return GradientReduction("avg", 1.0, group_size / dp_size)
+    factors = (1.0 / dp_size, 1.0) if scales_first or comm_dtype == torch.float16 else (1.0, 1.0 / dp_size)
+    return GradientReduction("sum", *factors)
+
+
+# ---- the places of tensors in a buffer -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors in one flat buffer of `num_shards * shard_numel` elements.
+
+    Shard r is the r-th stretch of `shard_numel`; `held_region` says which rank has it.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]  # first element of each tensor in the buffer; tensors without elements have one too
+    num_shards: int
+    shard_numel: int
+
+    def cut(self, index: int) -> BufferCut:
+        """Return the ranges of one tensor's flattened elements that the shards hold."""
+        return BufferCut(self.offsets[index], self.shard_numel, self.num_shards, self.tensor_numel(index))
+
+    @functools.cached_property
+    def numel(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.num_shards * self.shard_numel
+
+    @property
+    def payload_numel(self) -> int:
+        """Elements that belong to tensors."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements that belong to no tensor."""
+        return self.numel - self.payload_numel
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding divided by payload; 0.0 where there is no payload."""
+        payload_numel = self.payload_numel
+        return self.padding_numel / payload_numel if payload_numel else 0.0
+
+    def tensor_numel(self, index: int) -> int:
+        """Return the elements of one tensor."""
+        return math.prod(self.shapes[index])
+
+    def tensor_range(self, index: int) -> tuple[int, int]:
+        """Return the half-open range of one tensor in the buffer."""
+        return self.places[index][:2]
+
+    @functools.cached_property
+    def places(self) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        """For each tensor its half-open range in the buffer, and its shape."""
+        placed = zip(self.offsets, self.shapes, strict=True)
+        return tuple((offset, offset + math.prod(shape), shape) for offset, shape in placed)
+
+    def range_in(self, index: int, region: Region) -> tuple[int, int]:
+        """Return the half-open range of one tensor's flattened elements in a region of the buffer, maybe empty."""
+        offset, numel = self.offsets[index], self.tensor_numel(index)
+        return min(max(region.start - offset, 0), numel), min(max(region.stop - offset, 0), numel)
+
+    def shards_in(self, region: Region) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        """Return for each tensor the half-open range of its shard in the memory of a region, and its `shard_shape`.
+
+        Computed once for each region.
+        """
+        if region not in self._by_region:
+            found = []
+            for index, whole in enumerate(self.shapes):
+                start, stop = self.range_in(index, region)
+                shape = whole if region.numel == self.numel else self.shard_shape(index, stop - start)
+                first = self.offsets[index] + start - region.start if start < stop else 0
+                found.append((first, first + stop - start, shape))
+            self._by_region[region] = tuple(found)
+        return self._by_region[region]
+
+    @functools.cached_property
+    def _by_region(self) -> dict[Region, tuple[tuple[int, int, tuple[int, ...]], ...]]:
+        return {}
+
+    def is_row_sharded(self, index: int) -> bool:
+        """Return True if every rank's shard of this tensor is whole rows of dim 0; the same on all ranks.
+
+        Tensors without dimensions or with empty rows never are.
+        """
+        shape = self.shapes[index]
+        row_numel = math.prod(shape[1:])
+        return len(shape) > 0 and row_numel > 0 and self.cut(index).is_multiple_of(row_numel)
+
+    def shard_shape(self, index: int, numel: int) -> tuple[int, ...]:
+        """Return the shape of a shard of `numel` elements: `(rows, *shape[1:])` if row sharded, else `(elements,)`."""
+        if not self.is_row_sharded(index):
+            return (numel,)
+        row_shape = self.shapes[index][1:]
+        return (numel // math.prod(row_shape), *row_shape)
 
 
 # The search for the smallest shard, in integers; `plan_layout` below is what others call.
@@ -262,10 +345,13 @@ def gradient_reduction(
 
 # Shard lengths tried one by one before the steps double; bounds the work where the lower bound is far off.
 _DENSE_TRIES = 12
+
 # Halvings of the last doubled step, to come back to a length close to the smallest.
 _REFINING_TRIES = 12
+
 # Tensors at each end of the queue that may jump it where the next in line would leave a gap.
 _WINDOW = 4
+
 # Searches spent on giving rows back to lowered tensors.
 _MAX_ROW_SEARCHES = 64
 
@@ -340,76 +426,6 @@ def _halves(group: list[_Span]) -> tuple[list[_Span], list[_Span]]:
     borders = [i for i in range(1, len(group)) if group[i].step != group[i - 1].step]
     middle = min(borders, key=lambda border: abs(2 * border - len(group)), default=len(group) // 2)
     return group[:middle], group[middle:]
-
-
-def _smallest(spans: Sequence[_Span], shards: _Shards, limit: int) -> _Solution | None:
-    """Search for the smallest shard length up to `limit` and its placement; None if nothing fits.
-
-    Lengths are tried one by one at first, then in doubling steps, whose last one is refined by bisection. (A longer
-    shard is not always easier to fill, so that this is a search and not a proof.)
-    """
-    orders = _orders(spans)
-    lengths = _ShardLengths(spans, shards)
-    failed, best = lengths.lower_bound - shards.step, None
-    step, tries = shards.step, 0
-    while best is None:
-        # Halving the way to the limit keeps a large step from jumping over the last candidates.
-        candidate = lengths.next_from(failed + max(1, min(step, (limit - failed) // 2)))
-        if candidate > limit:
-            return None
-        best = _place(orders, shards.count, candidate)
-        failed = candidate if best is None else failed
-        tries += 1
-        step = step if tries < _DENSE_TRIES else 2 * step
-    for _ in range(_REFINING_TRIES):
-        candidate = lengths.next_from((failed + best.shard_length) // 2 + 1)
-        if candidate >= best.shard_length:
-            break
-        shorter = _place(orders, shards.count, candidate)
-        failed, best = (candidate, best) if shorter is None else (failed, shorter)
-    return best
-
-
-class _ShardLengths:
-    """The candidate shard lengths, by bounds that hold for any order of the spans."""
-
-    def __init__(self, spans: Sequence[_Span], shards: _Shards) -> None:
-        by_length = sorted(spans, key=lambda span: span.length)
-        total = sum(span.length for span in spans)
-        self._lengths = [span.length for span in by_length]
-        # A shard holds at least a whole span or one step of it, and all shards hold everything.
-        needed = max([-(-total // shards.count), *(min(span.length, span.step) for span in spans)])
-        self.lower_bound = shards.rounded_up(needed)
-        self._multiples = self._common_steps(by_length, shards.step, total)
-
-    @staticmethod
-    def _common_steps(by_length: Sequence[_Span], shard_step: int, total: int) -> list[int]:
-        """Return for each position the least common multiple of the shard's step and the steps of the spans behind it.
-
-        It is capped. A capped one is never used: it is longer than a shard at which the shortest of the spans stops
-        being long.
-        """
-        multiples = [shard_step]
-        for span in reversed(by_length):
-            multiples.append(min(math.lcm(multiples[-1], span.step), total + 1))
-        return multiples[::-1]
-
-    def next_from(self, shard_length: int) -> int:
-        """Return the smallest length >= `shard_length` that is a multiple of the steps of the shard and the long spans.
-
-        Long spans are those of more than two shards.
-        """
-        while True:
-            first_long = bisect.bisect_right(self._lengths, 2 * shard_length)
-            multiple = self._multiples[first_long]
-            candidate = -(-shard_length // multiple) * multiple
-            if candidate == shard_length or first_long == len(self._lengths):
-                return candidate
-            # The shortest of the long spans stops being long before that, and its step need not divide any more.
-            released = -(-self._lengths[first_long] // 2)
-            if candidate <= released:
-                return candidate
-            shard_length = released
 
 
 def _orders(spans: Sequence[_Span]) -> list[list[_Span]]:
@@ -508,107 +524,74 @@ class _Gaps:
         return start
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Tensors in one flat buffer of `num_shards * shard_numel` elements.
+def _smallest(spans: Sequence[_Span], shards: _Shards, limit: int) -> _Solution | None:
+    """Search for the smallest shard length up to `limit` and its placement; None if nothing fits.
 
-    Shard r is the r-th stretch of `shard_numel`; `held_region` says which rank has it.
+    Lengths are tried one by one at first, then in doubling steps, whose last one is refined by bisection. (A longer
+    shard is not always easier to fill, so that this is a search and not a proof.)
     """
+    orders = _orders(spans)
+    lengths = _ShardLengths(spans, shards)
+    failed, best = lengths.lower_bound - shards.step, None
+    step, tries = shards.step, 0
+    while best is None:
+        # Halving the way to the limit keeps a large step from jumping over the last candidates.
+        candidate = lengths.next_from(failed + max(1, min(step, (limit - failed) // 2)))
+        if candidate > limit:
+            return None
+        best = _place(orders, shards.count, candidate)
+        failed = candidate if best is None else failed
+        tries += 1
+        step = step if tries < _DENSE_TRIES else 2 * step
+    for _ in range(_REFINING_TRIES):
+        candidate = lengths.next_from((failed + best.shard_length) // 2 + 1)
+        if candidate >= best.shard_length:
+            break
+        shorter = _place(orders, shards.count, candidate)
+        failed, best = (candidate, best) if shorter is None else (failed, shorter)
+    return best
 
-    shapes: tuple[tuple[int, ...], ...]
-    offsets: tuple[int, ...]  # first element of each tensor in the buffer; tensors without elements have one too
-    num_shards: int
-    shard_numel: int
 
-    def cut(self, index: int) -> BufferCut:
-        """Return the ranges of one tensor's flattened elements that the shards hold."""
-        return BufferCut(self.offsets[index], self.shard_numel, self.num_shards, self.tensor_numel(index))
+class _ShardLengths:
+    """The candidate shard lengths, by bounds that hold for any order of the spans."""
 
-    @functools.cached_property
-    def numel(self) -> int:
-        """Elements of the whole buffer, padding included."""
-        return self.num_shards * self.shard_numel
+    def __init__(self, spans: Sequence[_Span], shards: _Shards) -> None:
+        by_length = sorted(spans, key=lambda span: span.length)
+        total = sum(span.length for span in spans)
+        self._lengths = [span.length for span in by_length]
+        # A shard holds at least a whole span or one step of it, and all shards hold everything.
+        needed = max([-(-total // shards.count), *(min(span.length, span.step) for span in spans)])
+        self.lower_bound = shards.rounded_up(needed)
+        self._multiples = self._common_steps(by_length, shards.step, total)
 
-    @property
-    def payload_numel(self) -> int:
-        """Elements that belong to tensors."""
-        return sum(math.prod(shape) for shape in self.shapes)
+    @staticmethod
+    def _common_steps(by_length: Sequence[_Span], shard_step: int, total: int) -> list[int]:
+        """Return for each position the least common multiple of the shard's step and the steps of the spans behind it.
 
-    @property
-    def padding_numel(self) -> int:
-        """Elements that belong to no tensor."""
-        return self.numel - self.payload_numel
-
-    @property
-    def padding_fraction(self) -> float:
-        """Padding divided by payload; 0.0 where there is no payload."""
-        payload_numel = self.payload_numel
-        return self.padding_numel / payload_numel if payload_numel else 0.0
-
-    def tensor_numel(self, index: int) -> int:
-        """Return the elements of one tensor."""
-        return math.prod(self.shapes[index])
-
-    def tensor_range(self, index: int) -> tuple[int, int]:
-        """Return the half-open range of one tensor in the buffer."""
-        return self.places[index][:2]
-
-    @functools.cached_property
-    def places(self) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-        """For each tensor its half-open range in the buffer, and its shape."""
-        placed = zip(self.offsets, self.shapes, strict=True)
-        return tuple((offset, offset + math.prod(shape), shape) for offset, shape in placed)
-
-    def shard_range(self, shard: int) -> tuple[int, int]:
-        """Return the half-open range of one shard in the buffer."""
-        return shard * self.shard_numel, (shard + 1) * self.shard_numel
-
-    def local_range(self, index: int, shard: int) -> tuple[int, int]:
-        """Return the half-open range of one tensor's flattened elements in a shard; start equals stop for none.
-
-        The ranges of shards 0, 1, ... follow each other without a gap: each starts where the one before stops.
+        It is capped. A capped one is never used: it is longer than a shard at which the shortest of the spans stops
+        being long.
         """
-        return self.range_in(index, Region(*self.shard_range(shard)))
+        multiples = [shard_step]
+        for span in reversed(by_length):
+            multiples.append(min(math.lcm(multiples[-1], span.step), total + 1))
+        return multiples[::-1]
 
-    def range_in(self, index: int, region: Region) -> tuple[int, int]:
-        """Return the half-open range of one tensor's flattened elements in a region of the buffer, maybe empty."""
-        offset, numel = self.offsets[index], self.tensor_numel(index)
-        return min(max(region.start - offset, 0), numel), min(max(region.stop - offset, 0), numel)
+    def next_from(self, shard_length: int) -> int:
+        """Return the smallest length >= `shard_length` that is a multiple of the steps of the shard and the long spans.
 
-    def shards_in(self, region: Region) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-        """Return for each tensor the half-open range of its shard in the memory of a region, and its `shard_shape`.
-
-        Computed once for each region.
+        Long spans are those of more than two shards.
         """
-        if region not in self._by_region:
-            found = []
-            for index, whole in enumerate(self.shapes):
-                start, stop = self.range_in(index, region)
-                shape = whole if region.numel == self.numel else self.shard_shape(index, stop - start)
-                first = self.offsets[index] + start - region.start if start < stop else 0
-                found.append((first, first + stop - start, shape))
-            self._by_region[region] = tuple(found)
-        return self._by_region[region]
-
-    @functools.cached_property
-    def _by_region(self) -> dict[Region, tuple[tuple[int, int, tuple[int, ...]], ...]]:
-        return {}
-
-    def is_row_sharded(self, index: int) -> bool:
-        """Return True if every rank's shard of this tensor is whole rows of dim 0; the same on all ranks.
-
-        Tensors without dimensions or with empty rows never are.
-        """
-        shape = self.shapes[index]
-        row_numel = math.prod(shape[1:])
-        return len(shape) > 0 and row_numel > 0 and self.cut(index).is_multiple_of(row_numel)
-
-    def shard_shape(self, index: int, numel: int) -> tuple[int, ...]:
-        """Return the shape of a shard of `numel` elements: `(rows, *shape[1:])` if row sharded, else `(elements,)`."""
-        if not self.is_row_sharded(index):
-            return (numel,)
-        row_shape = self.shapes[index][1:]
-        return (numel // math.prod(row_shape), *row_shape)
+        while True:
+            first_long = bisect.bisect_right(self._lengths, 2 * shard_length)
+            multiple = self._multiples[first_long]
+            candidate = -(-shard_length // multiple) * multiple
+            if candidate == shard_length or first_long == len(self._lengths):
+                return candidate
+            # The shortest of the long spans stops being long before that, and its step need not divide any more.
+            released = -(-self._lengths[first_long] // 2)
+            if candidate <= released:
+                return candidate
+            shard_length = released
 
 
 def plan_layout(

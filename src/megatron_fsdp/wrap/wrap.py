@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from megatron_fsdp.comm.agreement import all_agree, rank_of
 from megatron_fsdp.comm.collectives import Traffic, broadcast, has_values
 from megatron_fsdp.comm.fingerprint import differing_tensors, same_random_numbers
+from megatron_fsdp.comm.groups import OwnGroups
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import (
     ALLOCATE_ONLY,
@@ -111,7 +112,7 @@ def assemble(
         _warn_of_duplicates(module, sharding)
         _warn_of_missing_experts(module, sharding)
         if options.own_groups:
-            sharding = sharding.over_own_groups()
+            sharding = _over_own_groups(sharding)
         with all_agree(DOING, sharding.ranks.reaching_all):  # memory may run out on one rank
             if per_unit:
                 known = KnownPlans()
@@ -211,6 +212,22 @@ def _sharding(
         experts = replace(dense, placements=placements[-1])
         apart = {name: experts for name, _ in module.named_parameters() if EXPERT_NAME in f".{name}"}
     return ModelSharding(dense, apart=apart)
+
+
+def _over_own_groups(sharding: ModelSharding) -> ModelSharding:
+    """Return the sharding on process groups of its own along each data-parallel axis; collective, by all ranks."""
+    dense, experts = sharding.dense.rank_mesh, None if sharding.experts is None else sharding.experts.rank_mesh
+    flat = () if dense.flat is None else (dense.flat.axis,)
+    own = OwnGroups((*dense.axes, *(() if experts is None else experts.axes), *flat))
+    cut = len(dense.axes)
+    on_own = replace(
+        dense, axes=own.axes[:cut], flat=None if dense.flat is None else replace(dense.flat, axis=own.axes[-1])
+    )
+    found = replace(sharding, dense=replace(sharding.dense, rank_mesh=on_own), own_groups=own)
+    if sharding.experts is not None and experts is not None:
+        apart = replace(experts, axes=own.axes[cut : cut + len(experts.axes)])
+        found = replace(found, experts=replace(sharding.experts, rank_mesh=apart))
+    return found
 
 
 def _plan_together(
