@@ -1,4 +1,4 @@
-"""Observers of a model: they see every phase of every unit, and every collective.
+"""Observers of a model: they see every phase of every unit, and the collectives of its communication streams.
 
 Timelines, logs of hanging ranks and checks of buffers are all observers. Without one, a phase costs the test of a
 truth value. Observers see what happens on this rank, in order, and change nothing.

@@ -66,12 +66,102 @@ DOING = "sharding the model"
 """In messages, where a rank cannot go on."""
 
 
+# ---- modules that others have wrapped, compiled or would shard -------------------------------------------------------
+
+
+class AppliedInterfaces(dict[Any, object]):
+    """The composable interfaces of torch that were applied to a sharded module, which torch asks before the next one.
+
+    Its `fully_shard` would take sharded parameters for tensor-parallel ones.
+    """
+
+    def __contains__(self, interface: object) -> bool:
+        """Raise if torch's `fully_shard` asks."""
+        if getattr(interface, "__name__", interface) == "fully_shard":
+            raise ConfigurationError(
+                "this module is sharded by megatron_fsdp already; leave torch's fully_shard out, or call it instead"
+            )
+        return super().__contains__(interface)
+
+
+def check_not_wrapped(module: object) -> None:
+    """Raise for a model that is no module, or that torch or this package has wrapped even partly. No communication."""
+    if not isinstance(module, nn.Module):
+        given = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
+        raise TypeError(f"{given} was given where a model is wanted; give a torch.nn.Module")
+    for name, inner in module.named_modules():
+        at = f" at {name}" if name else ""
+        if isinstance(inner, DistributedDataParallel):
+            raise ConfigurationError(
+                f"the model{at} is in torch's DistributedDataParallel, which replicates what is to be sharded here; "
+                "give the module inside it (.module)"
+            )
+        if isinstance(inner, FSDPModule | FullyShardedDataParallel):
+            by = "FSDP2 (torch's fully_shard)" if isinstance(inner, FSDPModule) else "FullyShardedDataParallel (FSDP1)"
+            raise ConfigurationError(
+                f"the model{at} is sharded by {by} already; leave that out and give the plain model"
+            )
+
+
+def has_tensor_classes(module: nn.Module) -> bool:
+    """Return True if a parameter that is not sharded yet is of a class of its own, as quantised weights are."""
+    return any(type(p) is not nn.Parameter and not isinstance(p, UnevenDTensor) for p in module.parameters())
+
+
+def _unboxed(module: nn.Module) -> nn.Module:
+    if not isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+        return module
+    inner, context = module._orig_mod, getattr(module, "dynamo_ctx", None)
+    if context is None:
+        raise ConfigurationError(
+            f"the options with which a {type(inner).__name__} was compiled cannot be read; compile it in place by "
+            "module.compile(...) instead of torch.compile(module, ...)"
+        )
+    inner._compiled_call_impl = context(inner._call_impl)
+    return inner
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    """Return the module in the `OptimizedModule` of `torch.compile(module)`, compiled in place; any other as it is."""
+    if "torch._dynamo" not in sys.modules:
+        return module  # nothing can have been compiled
+    module = _unboxed(module)
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child is not None:
+                parent._modules[name] = _unboxed(child)
+    return module
+
+
+def refuse_torch(module: nn.Module) -> None:
+    """Have torch's `fully_shard` of a sharded module, and of those inside, raise before it changes anything."""
+    for inner in module.modules():
+        inner.__dict__.setdefault(REGISTRY_KEY, AppliedInterfaces())
+
+
+# ---- the two functions -----------------------------------------------------------------------------------------------
+
+
 @dataclass
 class KnownPlans:
     """Plans of groups, and shard specs by the id of their layout, that further units share: equal blocks are alike."""
 
     plans: dict[object, GroupPlan] = field(default_factory=dict)
     specs: dict[int, tuple[ShardSpec, ...]] = field(default_factory=dict)
+
+
+def _quantizer(
+    plan: GroupPlan, params: Sequence[nn.Parameter], owners: Sequence[ParameterOwners]
+) -> WeightQuantizer | None:
+    """Make the quantizer of a group's weight format; None for a plain dtype."""
+    if plan.weight_format is None:
+        return None
+    if not plan.stays_encoded:
+        return WeightQuantizer(plan.weight_format, plan.layout, plan.device)
+    named = zip(plan.spec.parameters, params, owners, strict=True)
+    found = [tensor_extension_of(info.name, param, places[0][0]) for info, param, places in named]
+    extensions = [extension for extension in found if extension is not None]
+    return ExtensionQuantizer(plan, extensions) if extensions else Fp8Quantizer(plan)
 
 
 def shard_unit(
@@ -123,90 +213,6 @@ def shard_unit(
         owner.register_load_state_dict_pre_hook(partial(before_load, reference))
         unit.state_dict_handles.append(owner.register_state_dict_post_hook(partial(describe_shards, reference)))
     return unit
-
-
-class AppliedInterfaces(dict[Any, object]):
-    """The composable interfaces of torch that were applied to a sharded module, which torch asks before the next one.
-
-    Its `fully_shard` would take sharded parameters for tensor-parallel ones.
-    """
-
-    def __contains__(self, interface: object) -> bool:
-        """Raise if torch's `fully_shard` asks."""
-        if getattr(interface, "__name__", interface) == "fully_shard":
-            raise ConfigurationError(
-                "this module is sharded by megatron_fsdp already; leave torch's fully_shard out, or call it instead"
-            )
-        return super().__contains__(interface)
-
-
-def check_not_wrapped(module: object) -> None:
-    """Raise for a model that is no module, or that torch or this package has wrapped even partly. No communication."""
-    if not isinstance(module, nn.Module):
-        given = f"the class {module.__name__}" if isinstance(module, type) else f"an object of {type(module).__name__}"
-        raise TypeError(f"{given} was given where a model is wanted; give a torch.nn.Module")
-    for name, inner in module.named_modules():
-        at = f" at {name}" if name else ""
-        if isinstance(inner, DistributedDataParallel):
-            raise ConfigurationError(
-                f"the model{at} is in torch's DistributedDataParallel, which replicates what is to be sharded here; "
-                "give the module inside it (.module)"
-            )
-        if isinstance(inner, FSDPModule | FullyShardedDataParallel):
-            by = "FSDP2 (torch's fully_shard)" if isinstance(inner, FSDPModule) else "FullyShardedDataParallel (FSDP1)"
-            raise ConfigurationError(
-                f"the model{at} is sharded by {by} already; leave that out and give the plain model"
-            )
-
-
-def has_tensor_classes(module: nn.Module) -> bool:
-    """Return True if a parameter that is not sharded yet is of a class of its own, as quantised weights are."""
-    return any(type(p) is not nn.Parameter and not isinstance(p, UnevenDTensor) for p in module.parameters())
-
-
-def compiled_in_place(module: nn.Module) -> nn.Module:
-    """Return the module in the `OptimizedModule` of `torch.compile(module)`, compiled in place; any other as it is."""
-    if "torch._dynamo" not in sys.modules:
-        return module  # nothing can have been compiled
-    module = _unboxed(module)
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if child is not None:
-                parent._modules[name] = _unboxed(child)
-    return module
-
-
-def _unboxed(module: nn.Module) -> nn.Module:
-    if not isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
-        return module
-    inner, context = module._orig_mod, getattr(module, "dynamo_ctx", None)
-    if context is None:
-        raise ConfigurationError(
-            f"the options with which a {type(inner).__name__} was compiled cannot be read; compile it in place by "
-            "module.compile(...) instead of torch.compile(module, ...)"
-        )
-    inner._compiled_call_impl = context(inner._call_impl)
-    return inner
-
-
-def refuse_torch(module: nn.Module) -> None:
-    """Have torch's `fully_shard` of a sharded module, and of those inside, raise before it changes anything."""
-    for inner in module.modules():
-        inner.__dict__.setdefault(REGISTRY_KEY, AppliedInterfaces())
-
-
-def _quantizer(
-    plan: GroupPlan, params: Sequence[nn.Parameter], owners: Sequence[ParameterOwners]
-) -> WeightQuantizer | None:
-    """Make the quantizer of a group's weight format; None for a plain dtype."""
-    if plan.weight_format is None:
-        return None
-    if not plan.stays_encoded:
-        return WeightQuantizer(plan.weight_format, plan.layout, plan.device)
-    named = zip(plan.spec.parameters, params, owners, strict=True)
-    found = [tensor_extension_of(info.name, param, places[0][0]) for info, param, places in named]
-    extensions = [extension for extension in found if extension is not None]
-    return ExtensionQuantizer(plan, extensions) if extensions else Fp8Quantizer(plan)
 
 
 class ModuleEvents:
@@ -359,13 +365,13 @@ def _warn_of_dtypes(groups: Sequence[ParameterGroup], ranks: Ranks, options: Eng
 
 # ---- one call per unit -----------------------------------------------------------------------------------------------
 
+
 WITHOUT_JOIN = (
     "every rank has to call the same units in the same order, and one that has nothing to compute with a unit calls it "
     "with any input and adds 0 times the result to its loss, or give ranks_may_skip_units=True where the model is "
     "sharded"
 )
 """The remedy for ranks without data, where a model has no method for it."""
-
 _UNIT = "_fsdp_unit"  # in the dictionary of a module that owns it
 
 
