@@ -47,14 +47,11 @@ def check_group(group: object) -> None:
         raise ConfigurationError(f"group={group!r} is no process group; give one of this rank, or None for all ranks")
 
 
-def _described(met: BaseException) -> str:
-    return str(met) if type(met) is CheckpointError else text_of(met)
-
-
 def in_short(error: CheckpointException, doing: str) -> CheckpointError:
     """Return torch's report on the ranks' errors without its tracebacks, which differ from machine to machine."""
     failures: Mapping[int, Any] = error.failures
-    failed = [f"rank {rank}: {_described(met)}" for rank, (met, _) in sorted(failures.items())]
+    told = {rank: str(met) if type(met) is CheckpointError else text_of(met) for rank, (met, _) in failures.items()}
+    failed = [f"rank {rank}: {text}" for rank, text in sorted(told.items())]
     made = CheckpointError(f"{doing} failed ({'; '.join(failed) or type(error).__name__})")
     made.__cause__ = error
     return made

@@ -265,10 +265,7 @@ class Assignment:
         at, extra = _joined([each.extra for each in written])
         stop, end = at[1:].copy(), np.array([each.first for each in written], np.int64)
         for tensor, boxes, writer in zip(self.layouts.tensors, boxes_of_all, self.writers, strict=True):
-
-            def spread(of_rows: npt.NDArray[Any], boxes: Boxes = boxes) -> Integers:
-                return np.repeat(of_rows, boxes.counts)
-
+            spread = functools.partial(np.repeat, repeats=boxes.counts)
             index = spread(at[writer] - boxes.first) + np.arange(len(boxes.row))
             lengths = boxes.numel * tensor.properties.dtype.itemsize + extra[index]
             before = np.cumsum(lengths) - lengths

@@ -694,10 +694,6 @@ def _begin(target: Path) -> Path:
 
 def _publish(temporary: Path, target: Path) -> None:
     FileOps().sync_tree(temporary)
-    _rename(temporary, target)
-
-
-def _rename(temporary: Path, target: Path) -> None:
     try:
         temporary.rename(target)  # over an empty folder too
         FileOps().sync(target.absolute().parent)

@@ -85,13 +85,6 @@ LEGAL: dict[BorrowedMemory, Table] = {
 }
 """(state, event) -> the next state; other pairs are illegal."""
 
-AT_REST: dict[BorrowedMemory, State] = {
-    BorrowedMemory.WEIGHTS: State.SHARDED,
-    BorrowedMemory.BUCKET: State.EMPTY,
-    BorrowedMemory.SCRATCH: State.EMPTY,
-}
-"""State of memory at the start and between steps."""
-
 
 def next_state(memory: BorrowedMemory, state: State, event: Event, unit: str, where: str = "") -> State:
     """Return the state after an event."""
@@ -132,8 +125,7 @@ class LifetimeChecker(Observer):
     """An observer that checks and poisons the memory of one model."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        memory = BorrowedMemory.WEIGHTS
-        self._weights = [_Borrowed(memory, AT_REST[memory], unit.label) for unit in units]
+        self._weights = [_Borrowed(BorrowedMemory.WEIGHTS, State.SHARDED, unit.label) for unit in units]
         for weights, unit in zip(self._weights, units, strict=True):
             weights.is_followed = any(group.plan.needs_all_gather for group in unit.groups)
         self._holders: WeakKeyDictionary[Block, _Borrowed] = WeakKeyDictionary()
@@ -200,7 +192,7 @@ class LifetimeChecker(Observer):
             weights.block = block
         else:
             if block not in self._lent:
-                self._lent[block] = _Borrowed(memory, AT_REST[memory], name=f"number {self._made[memory]}")
+                self._lent[block] = _Borrowed(memory, State.EMPTY, name=f"number {self._made[memory]}")
                 self._made[memory] += 1
             lent = self._lent[block]
             lent.memory = memory

@@ -81,6 +81,10 @@ class RankVerifier(Observer):
         dist.barrier(group=self._group)
         self._last: Announcement | None = None
         self._lost: str | None = None
+        self.forgets()
+
+    def forgets(self) -> None:
+        """Reset all counts. Ranks that were lost stay lost: a message may still be in flight."""
         self._steps = self._open_forwards = 0
         self._gathered_in_forward = self._is_broken = self._has_reduced = False
         self._to_reduce: int | None = None  # the unit whose reduction has begun and has sent nothing yet
@@ -134,12 +138,6 @@ class RankVerifier(Observer):
         if not self._open_forwards and self._gathered_in_forward and not _in_backward() and not self._is_broken:
             self._gathered_in_forward = False
             self._compare(event)
-
-    def forgets(self) -> None:
-        """Reset all counts. Ranks that were lost stay lost: a message may still be in flight."""
-        self._steps = self._open_forwards = 0
-        self._gathered_in_forward = self._is_broken = self._has_reduced = False
-        self._to_reduce = None
 
     def _compare(self, event: Event, unit: int = ROOT_UNIT, num_bytes: int = 0) -> None:
         """Exchange announcements, and raise unless all are equal."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_fsdp.comm.agreement import rank_of, world_size_of
 from megatron_fsdp.comm.collectives import backend_of
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.describe.description import (
@@ -98,14 +99,9 @@ def _axis(
     size: int,
     gather_group: dist.ProcessGroup | None = None,
 ) -> AxisDescription:
-    ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (_place()[0],)
+    ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else (rank_of(),)
     backend = None if group is None else backend_of(group)
     return AxisDescription(name, role, size, rank, ranks, backend, gather_group not in (None, group))
-
-
-def _place() -> tuple[int, int]:
-    """Return this process's rank and the world size."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def units_of(engine: Engine) -> tuple[UnitDescription, ...]:
@@ -254,14 +250,14 @@ def describe(model: nn.Module) -> Description:
         ConfigurationError: It is not sharded.
     """
     engine = engine_of_model(model)
-    plan, units, (rank, world_size) = engine.unit_plan, units_of(engine), _place()
+    plan, units = engine.unit_plan, units_of(engine)
     shardings = {id(group.plan.sharding): group.plan.sharding for group in engine.groups()}.values()
     inner, outer = zip(*(strategies_of(each.placements) for each in shardings if each is not None), strict=True)
     return Description(
         wrapper=type(model).__name__,
         model=plan.units[ROOT_UNIT].class_name or type(model).__name__,
-        rank=rank,
-        world_size=world_size,
+        rank=rank_of(),
+        world_size=world_size_of(),
         device=str(engine.device),
         strategy=_names(inner) or "",
         outer_strategy=_names(outer),

@@ -126,9 +126,7 @@ class WholeScalar(torch.Tensor):
         """Return the scalar as a plain tensor, for code that expects a DTensor."""
         return self.clone()
 
-    def to_local(self) -> torch.Tensor:
-        """Return the scalar as a plain tensor, for code that expects a DTensor."""
-        return self.clone()
+    to_local = full_tensor
 
     def tolist(self) -> Any:
         """Return the number, or a nested list of it."""

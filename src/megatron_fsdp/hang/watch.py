@@ -73,11 +73,6 @@ class HangLog(Observer):
         ).start()
         weakref.finalize(self, over.set)
 
-    def withdraw(self) -> None:
-        """Remove the log: another rank could not open its own, and models must have the same numbers on all ranks."""
-        self.close()
-        self.ring.path.unlink(missing_ok=True)
-
     # ---- notifications of the model ------------------------------------------------------------------------------
 
     def begins(self, phase: Phase, unit: int) -> None:
@@ -199,8 +194,9 @@ def start_logging(engine: Engine, folder: str | os.PathLike[str], timeout_s: flo
             timeout_s = None if timeout_s is None else checked_timeout(timeout_s)
             log = HangLog(Path(folder), engine, timeout_s)
     except BaseException:
-        if log is not None:
-            log.withdraw()
+        if log is not None:  # another rank has none: models must have the same numbers on all ranks
+            log.close()
+            log.ring.path.unlink(missing_ok=True)
         raise
     assert log is not None
     engine.observers.add(log)

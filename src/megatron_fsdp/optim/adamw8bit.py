@@ -36,6 +36,7 @@ from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.optim.full_tensor.exchange import Met, judge_met
 from megatron_fsdp.optim.local_step import ExchangingStep, params_of
 from megatron_fsdp.sharding.shards import Cut, ListedCut, ShardDescription, TensorParallelCut
+from megatron_fsdp.state.statistics import local_of
 
 BLOCK = 256
 """Elements that share a scale."""
@@ -362,9 +363,10 @@ class _LocalShard:
             grad = as_sharded(param.grad, spec)
         else:
             self._start, self._stop, self.straddling, self.groups, grad = 0, param.numel(), (), (), param.grad
-        self._weight, self._grad = _local_of(param), _local_of(grad).reshape(-1)
-        self._codes = [_local_of(state[key]).view(-1) for key in _CODES]
-        self._kept = [_local_of(state[key]).view(-1) for key in _SCALES]  # of blocks that begin here
+        # `detach` shares the version counter, by which writes are noticed.
+        self._weight, self._grad = local_of(param).detach(), local_of(grad).detach().reshape(-1)
+        self._codes = [local_of(state[key]).detach().view(-1) for key in _CODES]
+        self._kept = [local_of(state[key]).detach().view(-1) for key in _SCALES]  # of blocks that begin here
         self._maps = codes_on(self._grad.device)
         self.first, self._last = self._start // BLOCK, _blocks(self._stop) if self._stop > self._start else 0
         # Of both moments, of all blocks of which there are elements here.
@@ -433,12 +435,6 @@ class _LocalShard:
         before = max(self._start - first * BLOCK, 0)
         after = (last - first) * BLOCK - before - len(values)
         return torch.nn.functional.pad(values, (before, after)).view(-1, BLOCK)
-
-
-def _local_of(value: Tensor) -> Tensor:
-    """Return this rank's elements of a tensor, without history."""
-    local: Tensor = value._local_tensor if isinstance(value, DTensor) else value
-    return local.detach()  # shares the version counter, by which writes are noticed
 
 
 def _share_scales(shards: Sequence[_LocalShard], are_new: bool) -> None:

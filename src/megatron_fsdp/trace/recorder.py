@@ -221,8 +221,9 @@ class Recorder(Observer):
 
     def _ask(self, number: int, work: dist.Work) -> None:
         """Register a callback for the end of a collective; the host would see it only when it waits."""
+        note = self._note  # called by a thread of the back end, from which appending to a list is safe
         try:
-            work.get_future().add_done_callback(partial(_note_done, self._note, number))
+            work.get_future().add_done_callback(lambda _: note((DONE, time.perf_counter_ns(), number)))
         except (RuntimeError, NotImplementedError):
             self._tells_done = False  # this back end has no futures
 
@@ -268,8 +269,3 @@ def trace(model: nn.Module, *, steps: int = 10, align: bool = True, memory: bool
         return Recorder(model, steps=steps, align=align, memory=memory)
     with all_agree("beginning a trace", ranks_of_model(model)):
         return Recorder(model, steps=steps, align=align, memory=memory)
-
-
-def _note_done(note: Callable[[Raw], None], number: int, _future: object) -> None:
-    """Record the end of a collective. A thread of the back end calls this; appending to a list is safe."""
-    note((DONE, time.perf_counter_ns(), number))

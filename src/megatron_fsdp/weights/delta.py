@@ -17,6 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from megatron_fsdp.checkpoint.folder import whole_box
 from megatron_fsdp.comm.agreement import Groups, is_first_in
 from megatron_fsdp.comm.collectives import all_gather_flat, as_sent
+from megatron_fsdp.dtensor.shard_spec import cut_up
 from megatron_fsdp.engine.memory import shard_view
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.shards import Box
@@ -89,11 +90,9 @@ def _boxes_of(source: Source, values: str, ranks: Groups) -> tuple[list[tuple[Bo
         memory, region = local_weights(group, values)
         saved: Any = engine.expert_names.as_saved(group.names[index], tensor)
         described = saved.shard_spec.description
-        boxes = [box for box in described.boxes() if box.numel]
-        flat = shard_view(group.plan.layout, region, memory, index).reshape(-1)
-        here = zip(boxes, flat.split([box.numel for box in boxes]) if boxes else (), strict=True)
+        here = cut_up(shard_view(group.plan.layout, region, memory, index).reshape(-1), described.boxes())
         at_start = all(dim in described.spread_dims or not at for dim, at in enumerate(described.coordinate))
-        return [(box, each.view(box.lengths)) for box, each in here], described.is_saved_here and at_start
+        return [(box, each) for each, box in here if box.numel], described.is_saved_here and at_start
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, tensor.placements
         shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)

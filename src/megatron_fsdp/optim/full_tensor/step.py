@@ -28,7 +28,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -40,6 +39,7 @@ from megatron_fsdp.errors import ConfigurationError, RankError
 from megatron_fsdp.optim.full_tensor.exchange import Exchange, Messages, Ranks, agreed, balanced_owners, holders_of
 from megatron_fsdp.optim.local_step import ExchangingStep, Step, params_of, without_parameter
 from megatron_fsdp.sharding.shards import ListedCut, MeshUse, ShardDescription
+from megatron_fsdp.state.statistics import local_of
 
 _DECLARED = "_megatron_fsdp_steps_whole_tensors"
 Kind = TypeVar("Kind", bound=type[Optimizer])
@@ -276,7 +276,9 @@ class OwnedStep(ExchangingStep):
             by_kind.setdefault((item.of.ranks, item.dtype, item.is_kept), []).append(place)
         for (ranks, dtype, _), places in by_kind.items():
             those = [items[place] for place in places]
-            exchange = self._exchange(those, ranks)
+            key = tuple(item.spec for item in those), tuple(item.of.owner for item in those), ranks
+            exchange = self._exchanges.get(key) or self._earlier.get(key) or Exchange(*key)
+            self._exchanges[key] = exchange
             device = those[0].of.param.device
             here, own = (
                 torch.empty(numel, dtype=dtype, device=device) for numel in (exchange.here_numel, exchange.own_numel)
@@ -287,12 +289,6 @@ class OwnedStep(ExchangingStep):
             else:
                 messages.pack_results({index: tensor for index, tensor in enumerate(tensors) if tensor is not None})
             yield places, messages
-
-    def _exchange(self, items: Sequence[_Item], ranks: Ranks) -> Exchange:
-        key = tuple(item.spec for item in items), tuple(item.of.owner for item in items), ranks
-        if key not in self._exchanges:
-            self._exchanges[key] = self._earlier.get(key) or Exchange(*key)
-        return self._exchanges[key]
 
 
 def _shards(each: _Stepped, state: State | None) -> Iterator[_Item]:
@@ -451,7 +447,7 @@ class ReplicatedStep(Step):
         (group,) = optimizer.param_groups
         self._params = group["params"]
         shown = [param._local_tensor.detach() for param in self._params]  # share the version counters
-        state = tree_map(_local, dict(optimizer.state.get(self._params[0], {})))
+        state = tree_map(local_of, dict(optimizer.state.get(self._params[0], {})))  # loading wraps vectors
         made: Optimizer = object.__new__(type(optimizer))
         made.__dict__ = {
             **optimizer.__dict__,
@@ -468,9 +464,8 @@ class ReplicatedStep(Step):
         def evaluated() -> Any:
             assert self._made is not None
             spec, groups = self._params[0].shard_spec, replicas_of(self._params)
-            raise_together(
-                None, "the step of LBFGS", groups
-            )  # of a rank that has left it, before gradients are reduced
+            # Of a rank that has left it, before gradients are reduced.
+            raise_together(None, "the step of LBFGS", groups)
             with all_agree("the closure of LBFGS", groups, raises=RankError):
                 result = closure()
                 loss = float(result.detach() if isinstance(result, Tensor) else result)
@@ -491,8 +486,3 @@ class ReplicatedStep(Step):
         group.update({key: value for key, value in shown.items() if key != "params"})
         optimizer.state[self._params[0]] = self._made.state[shown["params"][0]]
         self._params, self._made = (), None
-
-
-def _local(value: Any) -> Any:
-    """Return a value of the state as a plain tensor: loading wraps a vector that has the shape of the parameter."""
-    return value._local_tensor if isinstance(value, DTensor) else value
