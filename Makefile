@@ -68,7 +68,7 @@ test: $(READY)
 test-full: $(READY)
 	$(PY) -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
-# The oldest torch that is supported: TORCH=2.11.0.
+# Another torch: TORCH=2.11.0 is the oldest that is allowed, 2.14.1 the newest.
 test-torch:
 	$(MAKE) test VENV=.venv-torch-$(TORCH) TORCH=$(TORCH)
 
