@@ -25,17 +25,20 @@ from tests.support.zoo import FEATURES, Layer, Ordered, Penalised, SideLoss, vec
 
 
 class DeepSideLoss(SideLoss):
-    """Leaves one loss in a list of a submodule, and one in a buffer."""
+    """Leaves one loss in a list of a submodule, one in an attribute that another had before, and one in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Identity()
+        self.noted: Any = nn.Tanh()
+        self.noted.loss = 0.0
         self.register_buffer("kept", torch.zeros(1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         result = super().forward(x)
         half = 0.5 * self.penalty
         self.inner.losses = [half]
+        self.noted.loss = half.square()
         self.kept = half * self.up.bias.sum()
         del self.penalty
         return result
@@ -47,7 +50,7 @@ class Deep(Penalised):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        side = sum(layer.inner.losses[0] + layer.kept for layer in self.layers)
+        side = sum(layer.inner.losses[0] + layer.noted.loss + layer.kept for layer in self.layers)
         return self.last(x) + side
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -280,8 +281,10 @@ class ForwardGraph:
 
 
 def _plain_attributes(module: nn.Module) -> int:
-    """Return the number of attributes of a layer of torch, which leaves no results in them by itself; else -1."""
-    return len(module.__dict__) if type(module).__module__.startswith("torch.nn.modules.") else -1
+    """Return the number of attributes of a layer of torch that has none but its own, which hold no results; else -1."""
+    names = {"_buffers", *_OF_TORCH, *(name for base in type(module).__mro__ for name in inspect.get_annotations(base))}
+    is_of_torch = type(module).__module__.startswith("torch.nn.modules.")
+    return len(module.__dict__) if is_of_torch and module.__dict__.keys() <= names else -1
 
 
 def _own_modules(module: nn.Module, others: Collection[int]) -> Iterator[nn.Module]:
