@@ -78,7 +78,8 @@ def differing(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
 
 def _held(side: Ranks) -> dict[str, Tensor]:
     """Weights and states, whole, and what the weights compute."""
-    found = dict(side.parameters())
+    # Copies, as on one rank the whole of a parameter shares its memory, which the first forward may cut again.
+    found = {name: value.clone() for name, value in side.parameters().items() if value is not None}
     for name, param in side.model.named_parameters():
         for kind, value in side.optimizer.state.get(param, {}).items():
             found[f"{name.removeprefix('module.')} {kind}"] = whole(value)
