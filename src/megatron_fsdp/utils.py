@@ -14,12 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.torch_version import TorchVersion
 
+from megatron_fsdp.dtensor.shard_spec import partition_dim
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, explains_arguments
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.mixed_precision import is_te_min_version as is_te_min_version
 from megatron_fsdp.sharding.mesh import FSDPDistributedIndex as FSDPDistributedIndex  # clients look for it here
-
-_MODE_DIMS = {"column": 0, "row": 1}
 
 
 def find_megatron_fsdp(model: nn.Module | None) -> MegatronFSDP | None:
@@ -200,7 +199,8 @@ def get_cuda_rng_tracker(
 
 def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
     """Return True if a parameter is marked as split over tensor-parallel ranks (by flag or mode)."""
-    return _mode(param) in _MODE_DIMS or bool(getattr(param, "tensor_model_parallel", False))
+    has_mode = getattr(param, "_tensor_parallel_mode", None) in ("column", "row")
+    return has_mode or bool(getattr(param, "tensor_model_parallel", False))
 
 
 def is_mcore_tensor_parallel_duplicated(param: torch.Tensor) -> bool:
@@ -214,13 +214,4 @@ def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
     `_tensor_parallel_mode` goes first ("column": 0, "row": 1), then `partition_dim` of a parameter that is marked with
     `tensor_model_parallel`; a negative one means none.
     """
-    mode = _mode(param)
-    if mode in _MODE_DIMS:
-        return _MODE_DIMS[mode]
-    dim = getattr(param, "partition_dim", -1)
-    return int(dim) if getattr(param, "tensor_model_parallel", False) and dim >= 0 else None
-
-
-def _mode(param: torch.Tensor) -> str | None:
-    mode = getattr(param, "_tensor_parallel_mode", None)
-    return str(mode) if mode is not None else None
+    return partition_dim(param)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from megatron_fsdp.checkpoint.archive import load_object
 from megatron_fsdp.checkpoint.folder import CheckpointFolder, ObjectEntry, TensorEntry
 from megatron_fsdp.checkpoint.inspect import (
     BLOCK,
@@ -18,7 +18,6 @@ from megatron_fsdp.checkpoint.inspect import (
     compiled,
     dtype_name,
     natural_order,
-    read_common_file,
 )
 from megatron_fsdp.checkpoint.naming import alike
 from megatron_fsdp.checkpoint.safe_read import read_file
@@ -109,10 +108,9 @@ def _common_difference(a: CheckpointFolder, b: CheckpointFolder) -> Difference |
         what = "file with iteration, arguments and parameter groups"
         return _one_sided(COMMON_FILE, what, "A" if left.exists() else "B")
     try:
-        stored = read_file(left), read_file(right)
+        return _object_difference(COMMON_FILE, read_file(left), read_file(right))
     except OSError as error:
         raise CheckpointError(f"{COMMON_FILE} cannot be read: {error.strerror}") from error
-    return _object_difference(COMMON_FILE, stored, lambda: (read_common_file(a), read_common_file(b)))
 
 
 def _key_difference(a: CheckpointFolder, b: CheckpointFolder, key: str, tolerance: Tolerance) -> Difference | None:
@@ -123,8 +121,7 @@ def _key_difference(a: CheckpointFolder, b: CheckpointFolder, key: str, toleranc
     if type(left) is not type(right):
         return Difference(key, "type", both)
     if not (isinstance(left, TensorEntry) and isinstance(right, TensorEntry)):
-        stored = a.read_bytes(key), b.read_bytes(key)
-        return _object_difference(key, stored, lambda: (a.read_object(key), b.read_object(key)))
+        return _object_difference(key, a.read_bytes(key), b.read_bytes(key))
     if left.shape != right.shape or left.dtype != right.dtype:
         return Difference(key, "shape" if left.shape != right.shape else "dtype", both)
     found = tensor_difference(a, b, key, tolerance)
@@ -142,12 +139,9 @@ def _one_sided(key: str, what: str, side: str) -> Difference:
     return Difference(key, f"only in {side}", f"{what} that only {side} has")
 
 
-def _object_difference(
-    key: str, stored: tuple[bytes, bytes], read: Callable[[], tuple[object, object]]
-) -> Difference | None:
+def _object_difference(key: str, left: bytes, right: bytes) -> Difference | None:
     """Compare two objects; their bytes may differ although their values are equal."""
-    left, right = stored
-    if left == right or alike(*read()):
+    if left == right or alike(load_object(left, f"{key} in A"), load_object(right, f"{key} in B")):
         return None
     return Difference(key, "object", f"object of {len(left)} bytes in A, and other {len(right)} bytes in B")
 

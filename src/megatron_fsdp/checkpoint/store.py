@@ -544,7 +544,7 @@ class CheckpointStore:
         for entry in self._folder.hidden():
             if entry.purpose == "replaced" and entry.name == target.name:
                 self._discard(entry.path, entry.name)
-            elif self._iteration_in(entry) == iteration:  # it marked this one as never pointed to
+            elif self._iteration_in(entry.path) == iteration:  # it marked this one as never pointed to
                 self._remove(entry.path)
         for old in to_prune(self._folder.iterations(), iteration, self.keep_last):
             self._discard(self.path_of(old), folder_name(old))
@@ -574,9 +574,9 @@ class CheckpointStore:
             with ExitStack() as held:
                 if not claim(entry.path, held):
                     continue
-                iteration, published = self._iteration_in(entry), self.root / entry.name
+                iteration, published = self._iteration_in(entry.path), self.root / entry.name
                 is_there = iteration is not None and self.path_of(iteration).exists()
-                if iteration is not None and is_there and self._parse_pointer(self.root / POINTER) != iteration:
+                if iteration is not None and is_there and self._iteration_in(self.root / POINTER) != iteration:
                     never_pointed_to.add(iteration)
                 elif entry.purpose != "replaced":
                     self._remove(entry.path)
@@ -587,17 +587,13 @@ class CheckpointStore:
                     self._discard(entry.path, entry.name)
         return never_pointed_to
 
-    def _iteration_in(self, entry: Hidden) -> int | None:
-        """Return the iteration that a hidden pointer names; None for anything else."""
-        found = self._parse_pointer(entry.path) if entry.name == POINTER else None
-        return found if isinstance(found, int) else None
-
-    def _parse_pointer(self, pointer: Path) -> int | str | None:
-        """Parse a pointer file; None if truncated by the end of its process."""
+    def _iteration_in(self, pointer: Path) -> int | None:
+        """Return the iteration that a pointer names; None for anything else, such as one that was cut off."""
         try:
-            return self._folder.pointed(pointer)
+            found = self._folder.pointed(pointer)
         except CheckpointError:
             return None
+        return found if isinstance(found, int) else None
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from megatron_fsdp.engine.executor import GradientCheck
 from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, LargeGradientError, NonFiniteGradientError, warn_caller
 from megatron_fsdp.sharding.mesh import RankMesh
+from megatron_fsdp.state.statistics import gather_rows
 
 _SHOWN = 8
 
@@ -42,7 +43,7 @@ class CheckByName(GradientCheck):
         self._groups = [group for group in groups if group is not None]
         self._own_index = {name: index for index, name in enumerate(labels)}
         self._own = tuple(f"{name} ({label})" if label else name for name, label in labels.items())
-        # global rank and "name (label)" of each parameter, in `_gather`'s order
+        # global rank and "name (label)" of each parameter, in the order of `gather_rows`
         self._everyone = gather_over(self._groups, (dist.get_rank() if self._groups else 0, self._own))
         most = max(len(names) for _, names in self._everyone)
         # of each parameter of this rank, in this backward, and padding
@@ -51,15 +52,6 @@ class CheckByName(GradientCheck):
     def begin(self) -> None:
         """Forget the findings."""
         self._found.zero_()
-
-    def _gather(self) -> torch.Tensor:
-        """All-gather the findings of every rank, (ranks, most). Collective."""
-        gathered = self._found
-        for group in self._groups:
-            parts = [torch.empty_like(gathered) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, gathered, group=group)
-            gathered = torch.cat(parts)
-        return gathered.view(len(self._everyone), -1)
 
     def _ranks_by_name(self, flags: Sequence[Sequence[bool]]) -> dict[str, list[int]]:
         """Return the global ranks, ascending, that flagged each parameter; unflagged ones are left out."""
@@ -151,7 +143,8 @@ class LargeGradientCheck(CheckByName):
         self._count += counts
 
     def _message(self, limits: torch.Tensor) -> str:
-        by_rank, limit = self._gather().tolist(), dict(zip(self._index, limits.tolist(), strict=True))
+        by_rank = gather_rows(self._groups, self._found).tolist()
+        limit = dict(zip(self._index, limits.tolist(), strict=True))
         before = dict(zip(self._index, zip(self._largest.tolist(), self._count.tolist(), strict=True), strict=True))
         flags, found = [], dict.fromkeys(self._index, 0.0)
         for (_, names), values in zip(self._everyone, by_rank, strict=True):
@@ -183,7 +176,7 @@ class FiniteCheck(CheckByName):
 
     def conclude(self) -> None:
         """Compare the flags over the ranks; NaN or infinity on some rank is an error on every rank."""
-        by_rank = self._gather().cpu()
+        by_rank = gather_rows(self._groups, self._found)
         if not has_values(by_rank) or not by_rank.any():
             return
         bad = self._ranks_by_name(by_rank.tolist())

@@ -154,12 +154,12 @@ def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
     if first.shape != second.shape:
         return False if _name(func) == "equal" else _refuse(func, args, kwargs)
     spec = _spec_of_result((first, second), {})
-    agree = func(*(_cut_alike(spec, each) for each in (first, second)), *rest, **kwargs)
+    agree = func(*(cut_alike(spec, each) for each in (first, second)), *rest, **kwargs)
     part = torch.tensor(-int(agree), device=first.device)
     return bool(resolve([Reduction(part, Combine.MAX, spec.groups, torch.bool, negate=True)])[0])
 
 
-def _cut_alike(spec: ShardSpec, value: torch.Tensor) -> torch.Tensor:
+def cut_alike(spec: ShardSpec, value: torch.Tensor) -> torch.Tensor:
     """Return this rank's elements of a tensor resharded as `spec`; gathers it if it is cut differently."""
     if isinstance(value, UnevenDTensor) and value.shard_spec == spec:
         return value._local_tensor

@@ -465,7 +465,7 @@ def part_of(name: str, param: torch.Tensor, mesh: DeviceMesh | None) -> TensorPa
         return _part_of_dtensor(name, param, mesh)
     if mesh is None or mesh.size() == 1:
         return None
-    dim = _partition_dim(param)
+    dim = partition_dim(param)
     shape = list(param.shape)
     if dim is not None:
         shape[dim] *= mesh.size()
@@ -493,7 +493,7 @@ def _part_of_dtensor(name: str, param: DTensor, mesh: DeviceMesh | None) -> Tens
     return TensorParallelPart(own, placement, param.shape, tuple(param.stride()), is_dtensor=True)
 
 
-def _partition_dim(param: torch.Tensor) -> int | None:
+def partition_dim(param: torch.Tensor) -> int | None:
     """Return the dimension that Megatron's layers mark as cut over tensor-parallel ranks, or None."""
     mode = getattr(param, "_tensor_parallel_mode", None)
     if mode in ("column", "row"):

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from megatron_fsdp.comm.agreement import ask
+from megatron_fsdp.dtensor.dispatch import cut_alike
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor, as_sharded
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
@@ -476,11 +477,5 @@ def _fitted(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(param, UnevenDTensor):
         return step | {key: value.detach().to(param.device, copy=True) for key, value in found.items()}
     specs = dict.fromkeys(_CODES, param.shard_spec) | dict.fromkeys(_SCALES, _spec_of_scales(param.shard_spec))
-    return step | {key: _cut(value, specs[key]).to(param.device) for key, value in found.items()}
-
-
-def _cut(value: Tensor, spec: ShardSpec) -> Tensor:
-    if isinstance(value, UnevenDTensor) and value.shard_spec == spec:
-        return UnevenDTensor.wrap(value._local_tensor.detach().clone(), spec)
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return UnevenDTensor.wrap(spec.take(whole).clone(), spec)
+    cut = {key: cut_alike(specs[key], value).detach().clone() for key, value in found.items()}
+    return step | {key: UnevenDTensor.wrap(local, specs[key]).to(param.device) for key, local in cut.items()}

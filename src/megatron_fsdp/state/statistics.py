@@ -104,16 +104,16 @@ def _statistics(engine: Engine, locals_of: Locals) -> ModelStatistics:
                     rows.setdefault(ranks, []).append(_row(local, group.plan.device))
                     names.setdefault(ranks, []).append(None if local is None else group.names[index])
         for ranks, own in rows.items():
-            gathered = zip(names[ranks], _gather(ranks, torch.stack(own)).unbind(1), strict=True)
+            gathered = zip(names[ranks], gather_rows(ranks, torch.stack(own)).unbind(1), strict=True)
             merged.update((name, found) for name, found in gathered if name is not None)
     every = torch.cat(list(merged.values())) if merged else torch.zeros(0, _COLUMNS, dtype=torch.float64)
     return ModelStatistics({name: _merge(found) for name, found in merged.items()}, _merge(every))
 
 
-def _gather(ranks: ProcessGroups, rows: torch.Tensor) -> torch.Tensor:
-    """All-gather the rows of ranks that hold different shards, (ranks, shards, columns), onto the CPU."""
+def gather_rows(groups: Sequence[dist.ProcessGroup], rows: torch.Tensor) -> torch.Tensor:
+    """All-gather a tensor whose shape is the same on every rank, as (ranks, *shape) on the CPU. Collective."""
     gathered = rows.unsqueeze(0)
-    for group in ranks:
+    for group in groups:
         parts = [torch.empty_like(gathered) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, gathered, group=group)
         gathered = torch.cat(parts)

@@ -16,8 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megatron_fsdp.checkpoint.folder import whole_box
 from megatron_fsdp.comm.agreement import Groups, is_first_in
-from megatron_fsdp.comm.collectives import all_gather_flat, as_sent
-from megatron_fsdp.dtensor.shard_spec import cut_up
+from megatron_fsdp.dtensor.shard_spec import cut_up, gather_padded
 from megatron_fsdp.engine.memory import shard_view
 from megatron_fsdp.errors import ConfigurationError, ScheduleError
 from megatron_fsdp.sharding.shards import Box
@@ -192,16 +191,14 @@ class Snapshot:
 # ---- between ranks ---------------------------------------------------------------------------------------------------
 
 
-def _several(groups: Groups) -> Iterator[tuple[dist.ProcessGroup, int]]:
-    for group in groups:
-        if group is not None and (size := dist.get_world_size(group)) > 1:
-            yield group, size
+def _several(groups: Groups) -> list[dist.ProcessGroup]:
+    return [group for group in groups if group is not None and dist.get_world_size(group) > 1]
 
 
 def sum_counts(counts: Sequence[int], groups: Groups, device: torch.device) -> list[int]:
     """Add integers up over all ranks."""
     total = torch.tensor(counts, dtype=torch.int64, device=device)
-    for group, _ in _several(groups):
+    for group in _several(groups):
         dist.all_reduce(total, group=group)
     return [int(each) for each in total.tolist()]
 
@@ -213,8 +210,8 @@ def gather_changes(
     for _, run in groupby(metas, key=lambda meta: meta.dtype):
         alike = list(run)
         held = [changes.of(meta, device) for meta in alike]
-        for group, size in _several(groups):
-            held = _gather_over(held, group, size)
+        for group in _several(groups):
+            held = _gather_over(held, group)
         for meta, (indices, values) in zip(alike, held, strict=True):
             order = indices.argsort()
             yield Patch(meta.name, indices[order], values[order], meta.shape)
@@ -223,23 +220,14 @@ def gather_changes(
 _Held = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def _gather_over(held: _Held, group: dist.ProcessGroup, size: int) -> _Held:
+def _gather_over(held: _Held, group: dist.ProcessGroup) -> _Held:
     counts = torch.tensor([indices.numel() for indices, _ in held], dtype=torch.int64, device=held[0][0].device)
-    counted = counts.new_empty(size * len(held))
-    all_gather_flat(counted, counts, group=group)
-    by_rank = counted.view(size, -1).tolist()
-    most = max(map(sum, by_rank))
+    by_rank = gather_padded(counts, len(held), [group]).tolist()
 
     def gathered(own: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
         """Gather the tensors of all ranks, padded to the longest; by rank."""
-        flat = torch.cat(list(own))
-        sent = flat.new_zeros(most)
-        sent[: flat.numel()] = flat
-        received = sent.new_empty(size * most)
-        all_gather_flat(as_sent(received), as_sent(sent), group=group)
-        return [
-            row[: sum(of_rank)].split(of_rank) for row, of_rank in zip(received.view(size, most), by_rank, strict=True)
-        ]
+        rows = gather_padded(torch.cat(list(own)), max(map(sum, by_rank)), [group])  # one row if all are empty
+        return [row[: sum(of_rank)].split(of_rank) for row, of_rank in zip(rows, by_rank, strict=False)]
 
     indices, values = gathered([each for each, _ in held]), gathered([each for _, each in held])
     return [

@@ -407,7 +407,8 @@ class WeightSource:
         if not self._engines and self._seen != (versions := self._versions()):
             self._seen, self._counted = versions, self._counted + 1
         if self._side is None:
-            self._side = SideStream(self._engines[0].device if self._engines else _device_of(self._model))
+            devices = [*(engine.device for engine in self._engines), *(p.device for p in self._model.parameters())]
+            self._side = SideStream(devices[0] if devices else default_device())
 
     def _meet(self, what: str, state: _State, error: BaseException | None = None) -> None:
         """Exchange states, and raise on all ranks where some have failed, or stopped before others."""
@@ -427,9 +428,9 @@ class WeightSource:
 
     def _met(self, plan: Plan) -> Iterator[Sequence[Source]]:
         """Iterate over the buckets, each once all ranks have come to it and none has written to weights since."""
-        versions = {id(source.tensor): _version(source) for bucket in plan.buckets for source in bucket}
+        versions = {id(each.tensor): local_tensor(each.tensor)._version for bucket in plan.buckets for each in bucket}
         for bucket in plan.buckets:
-            written = [source for source in bucket if _version(source) != versions[id(source.tensor)]]
+            written = [each for each in bucket if local_tensor(each.tensor)._version != versions[id(each.tensor)]]
             error = None
             if written:
                 error = ScheduleError(
@@ -537,12 +538,3 @@ def digest_of(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes, in hexadecimal digits."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
-
-
-def _version(source: Source) -> int:
-    return local_tensor(source.tensor)._version
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    first = next(model.parameters(), None)
-    return default_device() if first is None else first.device

@@ -132,16 +132,13 @@ def _spell(model_key: str, index: tuple[int, ...], rename_mtp: bool) -> str:
     return name
 
 
-@dataclass(frozen=True)
-class Gating:
-    """The keys (in the source's spelling) of fc1 with two halves, and the reason by module."""
+def decide_gating(
+    shapes: Mapping[str, Sequence[int]], scope: str, said: bool | None
+) -> tuple[frozenset[str], Mapping[str, str]]:
+    """Find the gated fc1 layers: by `--swiglu`, the checkpoint's `args.swiglu`, and shapes.
 
-    gated: frozenset[str]
-    decisions: Mapping[str, str]
-
-
-def decide_gating(shapes: Mapping[str, Sequence[int]], scope: str, said: bool | None) -> Gating:
-    """Find the gated fc1 layers: by `--swiglu`, the checkpoint's `args.swiglu`, and shapes."""
+    Returns the keys (in the source's spelling) of fc1 with two halves, and the reason by module.
+    """
     module_of = {key: key.rpartition(".")[0] for key in shapes if _FC1.fullmatch(key)}
     modules = sorted(set(module_of.values()))
     answers = {module: _decide(module, shapes, scope, said) for module in modules}
@@ -149,7 +146,7 @@ def decide_gating(shapes: Mapping[str, Sequence[int]], scope: str, said: bool | 
         if not any(_holds(module, part) for module in modules):
             raise CheckpointError(f"--swiglu names {part!r}, which is part of no MLP's name; there are {modules}")
     gated = frozenset(key for key, module in module_of.items() if answers[module][0])
-    return Gating(gated, {m: f"{'gated' if yes else 'not gated'} ({why})" for m, (yes, why) in answers.items()})
+    return gated, {m: f"{'gated' if yes else 'not gated'} ({why})" for m, (yes, why) in answers.items()}
 
 
 def _parts(scope: str) -> list[str]:

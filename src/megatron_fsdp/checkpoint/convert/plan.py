@@ -276,8 +276,8 @@ def make_plan(source: Content, options: ConvertOptions) -> ConversionPlan:
     """Plan a conversion to `fsdp_dtensor`."""
     found, common = _sort(source, options), source.common
     shapes = {key: entry.shape for key, entry in found.weights.items()}
-    gating = decide_gating(shapes, options.swiglu, common.argument("swiglu"))
-    cut = {key: list(pieces(key, shape, key in gating.gated, options.rename_mtp)) for key, shape in shapes.items()}
+    gated, reasons = decide_gating(shapes, options.swiglu, common.argument("swiglu"))
+    cut = {key: list(pieces(key, shape, key in gated, options.rename_mtp)) for key, shape in shapes.items()}
     prefixes = Prefixes(options, common.is_fp32)
     masters = found.states.get(_MASTER, {}) if options.masters == FP32 else {}
     moves = [
@@ -298,7 +298,7 @@ def make_plan(source: Content, options: ConvertOptions) -> ConversionPlan:
     twice = [target for target, count in targets.items() if count > 1]
     if twice:
         raise CheckpointError(f"several tensors of the checkpoint would become {some_of(twice)}; it contradicts itself")
-    return ConversionPlan(tuple(moves), tuple(values), tuple(found.dropped), tuple(notes), gating.decisions)
+    return ConversionPlan(tuple(moves), tuple(values), tuple(found.dropped), tuple(notes), reasons)
 
 
 @dataclass
