@@ -14,16 +14,8 @@ IGNORED_LABEL = -100
 """The label of ignored positions, as in transformers and torch."""
 
 _KNOWN_PATHS = (
-    "model.layers",
-    "layers",
-    "model.language_model.layers",
-    "language_model.model.layers",
-    "language_model.layers",
-    "transformer.h",
-    "h",
-    "gpt_neox.layers",
-    "model.decoder.layers",
-    "decoder.layers",
+    *("model.layers", "layers", "model.language_model.layers", "language_model.model.layers", "language_model.layers"),
+    *("transformer.h", "h", "gpt_neox.layers", "model.decoder.layers", "decoder.layers"),
 )
 
 

@@ -316,7 +316,7 @@ class DDPConfig(_Config):
 
 @explains_fields
 @dataclass
-class MoEParallelizerConfig:
+class MoEParallelizerConfig(_Config):
     """Settings for experts that are divided over ranks (`ep_size` > 1).
 
     Attributes:
@@ -357,10 +357,6 @@ class MoEParallelizerConfig:
                 "MoEParallelizerConfig.wrap_outer_model=False is not supported yet: embeddings and head are sharded "
                 "with the outermost unit; leave it True"
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields by name; values are the same objects, not copies."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 DistributedConfig: TypeAlias = Union[FSDP2Config, MegatronFSDPConfig, DDPConfig]  # noqa: UP007

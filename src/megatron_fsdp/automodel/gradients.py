@@ -266,7 +266,8 @@ def clip_grad_norm_(
         if problem is not None:
             raise problem
         check_clipping(max_norm, order)
-        found.check()
+        if found.problem:
+            raise ConfigurationError(found.problem)
 
     # In an all-reduce of its own: who gives no parameters takes part in no other one.
     groups = default_if_all(found.groups)
@@ -364,11 +365,6 @@ class FoundGradients:
     groups: ProcessGroups = ()  # which together reach all ranks that have some of them
     num_tensors: int = 0
     problem: str = ""  # why they have no norm; empty: they have
-
-    def check(self) -> None:
-        """Refuse gradients that have no norm."""
-        if self.problem:
-            raise ConfigurationError(self.problem)
 
     def scale(self, factor: Tensor | float) -> None:
         """Multiply all gradients, in place, by a factor that is the same on every rank."""

@@ -203,7 +203,12 @@ class MeshContext:
             sizes = parallelism_sizes or ParallelismSizes()
             resolved = resolve_sizes(strategy_config, dist.get_world_size(), **vars(sizes))
             facts |= {"the strategy": type(strategy_config).__name__, "sizes": str(resolved)}
-        made = _create_device_meshes(strategy_config, resolved, device.type, timeout_minutes)
+        made = _meshes(strategy_config, resolved, device.type)
+        if timeout_minutes is not None:
+            for mesh in filter(None, made):
+                flattened = mesh._get_root_mesh()._flatten_mapping.values()
+                for group in (*mesh.get_all_groups(), *(flat.get_group() for flat in flattened)):
+                    set_timeout(timedelta(minutes=timeout_minutes), group)
         return cls(*made, strategy_config=strategy_config, sizes=resolved, device=device)
 
     @classmethod
@@ -365,18 +370,13 @@ def initialize_distributed(backend: str, timeout_minutes: float = 1) -> DistInfo
     was_there = dist.is_initialized()
     device = set_up_ranks(backend, timeout_minutes)
     if not was_there:
-        atexit.register(_destroy_groups)
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     if dist.get_world_size() > 1:
         dist.barrier()
     on_accelerator = None if device.type == "cpu" else device
     return DistInfo(
         str(dist.get_backend()), dist.get_rank(), dist.get_world_size(), on_accelerator, dist.get_rank() == 0
     )
-
-
-def _destroy_groups() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def get_flat_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -428,20 +428,6 @@ def create_ring_ulysses_mesh(mesh: DeviceMesh, *, ring_degree: int, ulysses_degr
 def get_megatron_dp_axis(mesh: DeviceMesh) -> str:
     """Return the name of the engine's sharding axis, which includes context-parallel ranks."""
     return "dp_cp" if get_flat_mesh(mesh, "cp").size() > 1 else "dp"
-
-
-def _create_device_meshes(
-    config: DistributedConfig, sizes: ParallelSizes, device_type: str, timeout_minutes: float | None
-) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Build the mesh and that of experts from checked sizes, as `MeshContext.build` says."""
-    made = _meshes(config, sizes, device_type)
-    if timeout_minutes is not None:
-        for mesh in filter(None, made):
-            # of all axes, flattened ones included
-            flattened = mesh._get_root_mesh()._flatten_mapping.values()
-            for group in (*mesh.get_all_groups(), *(flat.get_group() for flat in flattened)):
-                set_timeout(timedelta(minutes=timeout_minutes), group)
-    return made
 
 
 def check_all_ranks(world_size: int | None, ranks: Sequence[int] | None) -> None:

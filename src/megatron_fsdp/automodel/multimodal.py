@@ -18,14 +18,8 @@ SCOPES = ("all", "language", "vision", "audio", "multimodal")
 _VISION = ("visual", "vision_tower", "vision_model", "vit_model", "image_encoder", "vision_encoder")
 _AUDIO = ("audio_tower", "audio_encoder", "audio_model")
 _PROJECTORS = (
-    "embed_vision",
-    "embed_audio",
-    "mm_projector",
-    "multi_modal_projector",
-    "multimodal_projector",
-    "vision_projector",
-    "vit_large_projector",
-    "audio_projector",
+    *("embed_vision", "embed_audio", "mm_projector", "multi_modal_projector", "multimodal_projector"),
+    *("vision_projector", "vit_large_projector", "audio_projector"),
 )
 _FROZEN_SHARDING = ("root", "per_layer", "replicate")
 

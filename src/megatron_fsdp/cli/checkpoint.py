@@ -13,7 +13,6 @@ import pprint
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -444,11 +443,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         added = commands.add_parser(name, help=title, description=description, aliases=aliases)
         for names, settings in arguments:
             added.add_argument(*names, **settings)
-        added.set_defaults(run=run if run is _convert else partial(_on_first_rank, run))
-
-
-def _on_first_rank(run: _Run, args: argparse.Namespace) -> int:
-    return run(args) if os.environ.get("RANK", "0") == "0" else EXIT_SAME
+        added.set_defaults(run=run if run is _convert or os.environ.get("RANK", "0") == "0" else lambda _: EXIT_SAME)
 
 
 def inspector(argv: Sequence[str] | None = None) -> int:

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from megatron_fsdp.cli.output import add_json, write_json, write_line
 from megatron_fsdp.config.command_parser import EXIT_DIFFERENT, EXIT_SAME
-
-if TYPE_CHECKING:
-    from megatron_fsdp.hang.explain import Explanation
-
-_AFTER_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--after",
         metavar="SECONDS",
         type=float,
-        default=_AFTER_S,
+        default=10.0,
         help="how long nothing may happen on a rank that waits before it is called a hang (%(default)g)",
     )
     add_json(parser)
@@ -43,19 +37,9 @@ def run(args: argparse.Namespace) -> int:
     checked_timeout(args.after, "--after")
     found = explain(read_folder(args.folder), args.after)
     if args.json:
-        write_json(_as_json(found))
+        findings = [{**vars(each), "kind": each.kind.name.lower()} for each in found.findings]
+        rows = [vars(row) for row in found.rows]
+        write_json({"odd": found.is_odd, "findings": findings, "ranks": rows, "remarks": found.remarks})
     else:
         write_line(str(found))
     return EXIT_DIFFERENT if found.is_odd else EXIT_SAME
-
-
-def _as_json(found: Explanation) -> dict[str, Any]:
-    return {
-        "odd": found.is_odd,
-        "findings": [
-            {"kind": finding.kind.name.lower(), "ranks": list(finding.ranks), "sentences": list(finding.sentences)}
-            for finding in found.findings
-        ],
-        "ranks": [vars(row) for row in found.rows],
-        "remarks": list(found.remarks),
-    }

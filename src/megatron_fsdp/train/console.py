@@ -11,13 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import Any
 
 from megatron_fsdp.describe.text import folded, is_terminal, width
 from megatron_fsdp.train.measure import FIGURES, Evaluation, Progress, StepRecord, Writer
-
-if TYPE_CHECKING:
-    from megatron_fsdp.train.bar import Bar
 
 LIBRARY_LOGGER = "megatron_fsdp"
 _STAMP = len("00:00:00 ")
@@ -42,21 +39,11 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
-class _Handler(logging.Handler):
-    """Prints log messages."""
-
-    def __init__(self, say: Say) -> None:
-        super().__init__()
-        self._say = say
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._say(self.format(record))
-
-
 @contextmanager
 def library_messages(say: Say, level: int | None = None) -> Iterator[None]:
     """Print log messages inside the block: of all loggers from `level` on; None: the library's, from INFO on."""
-    shown, handler = logging.getLogger(LIBRARY_LOGGER if level is None else None), _Handler(say)
+    shown, handler = logging.getLogger(LIBRARY_LOGGER if level is None else None), logging.Handler()
+    handler.emit = lambda record: say(handler.format(record))  # type: ignore[method-assign]
     before = shown.level
     shown.addHandler(handler)
     shown.setLevel(logging.INFO if level is None else level)
@@ -97,14 +84,22 @@ class Display(Writer):
         self.say, self._total_steps, self._limit_s, self._every_s = say, total_steps, limit_s, every_s
         self._held: list[StepRecord] = []  # not shown yet
         self._shown_s = -math.inf
-        self._bar: Bar | None = None
+        self._bar: Any = None  # of rich; its one task is number 0
 
     def start(self, progress: Progress) -> None:
         """Draw the bar at a terminal."""
-        if is_terminal() and find_spec("rich") is not None:
-            from megatron_fsdp.train.bar import Bar
+        if not is_terminal() or find_spec("rich") is None:
+            return
+        from rich import progress as bars
+        from rich.console import Console
 
-            self._bar = Bar(self._total_steps, progress.steps)
+        own: Any = Console()
+        own.show_cursor = lambda *_: False  # a rank may be killed before it could restore the cursor
+        left = bars.TextColumn("steps  {task.fields[left]}")
+        columns = bars.BarColumn(bar_width=None), bars.MofNCompleteColumn(), left
+        self._bar = bars.Progress(*columns, console=own, auto_refresh=False, transient=True, redirect_stderr=False)
+        self._bar.add_task("", total=self._total_steps, completed=progress.steps, left="")
+        self._bar.start()
 
     def on_steps(self, records: Sequence[StepRecord]) -> None:
         """Show the last of these steps, with the speeds of all since the last line."""
@@ -124,7 +119,7 @@ class Display(Writer):
         if self._held:
             self._show()
         if self._bar is not None:
-            self._bar.close()
+            self._bar.stop()
 
     def _show(self) -> None:
         last = averaged(self._held)
@@ -133,7 +128,7 @@ class Display(Writer):
         place = self._place(last.step)
         self.say(f"{place}  {left}{figures(last, width() - _STAMP - len(place) - len(left) - 2)}")
         if self._bar is not None:
-            self._bar.move(last.step, left)
+            self._bar.update(0, completed=last.step, left=left, refresh=True)
         self._held, self._shown_s = [], time.monotonic()
 
     def _place(self, step: int) -> str:

@@ -37,22 +37,8 @@ from megatron_fsdp.debug.gradient_checks import ReplicaCheck
 from megatron_fsdp.errors import ConfigurationError, ParallelSizeError
 
 SEQUENCE_PARALLEL_TYPES = (
-    "deepseek_v3",
-    "cohere",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
+    *("deepseek_v3", "cohere", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo2"),
+    *("phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
 )
 """Model types whose layers are proven to compute nothing across tokens outside of their blocks."""
 

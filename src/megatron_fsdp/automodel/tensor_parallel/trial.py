@@ -134,8 +134,9 @@ class _Following(TorchDispatchMode):
         sources = self.of(values).sources
         if is_partial:
             where = self.inside[-1] if self.inside else ""
-            for bit in _bits(sources):
-                self.partial.setdefault(bit, where)
+            while sources:
+                self.partial.setdefault(sources & -sources, where)  # the lowest set bit
+                sources &= sources - 1
         else:
             self.whole |= sources
 
@@ -165,12 +166,6 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def _storages(values: Any) -> Iterator[Any]:
     return (tensor.untyped_storage() for tensor in _tensors(values))
-
-
-def _bits(sources: int) -> Iterator[int]:
-    while sources:
-        yield sources & -sources  # the lowest set bit
-        sources &= sources - 1
 
 
 class Trial:
