@@ -39,12 +39,17 @@ LOAD = (
 )
 
 
-class StepInBackward:
-    """One step in backward of a connected, elementwise optimizer, from entering to the optimizer's own `step`."""
+class StepInBackward(OptimizerInBackward):
+    """One step in backward of a connected, elementwise optimizer, from entering to the optimizer's own `step`.
+
+    Attributes:
+        broken: The reason why the step cannot be finished; empty if it can.
+    """
 
     def __init__(self, optimizer: Optimizer, step: LocalStep, engine: Engine) -> None:
         _check_groups(optimizer)
-        self._optimizer, self._step = weakref.ref(optimizer), step
+        _check_engine(engine)
+        self._optimizer, self._step, self._engine = weakref.ref(optimizer), step, weakref.ref(engine)
         self._groups = [{**_options(group), "params": list(group["params"])} for group in optimizer.param_groups]
         self._group_of = {id(param): number for number, group in enumerate(self._groups) for param in group["params"]}
         self.stepped: set[int] = set()  # ids of the parameters that `step` leaves out
@@ -57,12 +62,11 @@ class StepInBackward:
         self._changed: set[UnevenDTensor] = set()  # weights that somebody changed before the thread stepped them
         self.has_left = False
         self._pool = ThreadPoolExecutor(1, "step in backward")
-        self._groups_of_backward = _hand_over_groups(engine, self._take if step.has_stepped else None)
-
-    @property
-    def broken(self) -> str:
-        """The reason why the step cannot be finished; empty if it can."""
-        return self._groups_of_backward.broken
+        self._takes = step.has_stepped  # else nothing is stepped in this backward
+        self._first_backward, self._is_open = engine.backward_number + 1, True
+        self._taken: list[ParameterGroup] = []  # groups whose gradients were final, in their order
+        self.broken = ""
+        engine.executor.optimizer_in_backward = self
 
     # ---- in backward ------------------------------------------------------------------------------------------------
 
@@ -106,16 +110,16 @@ class StepInBackward:
     def leave(self) -> None:
         """End with the backward: from here on no gradient may change, also of parameters that are not stepped yet."""
         self.has_left = True
-        self._groups_of_backward.close()
+        self._is_open = False
         self._pool.shutdown(wait=False)  # the thread ends when it has stepped what it was given
         params = [param for group in self._groups for param in group["params"]]
         self._forbid_changes(param for param in params if id(param) not in self._used)
 
     def fail(self, error: BaseException) -> None:
         """End with a backward or step that has failed: wait for the thread, and note on the error if it has stepped."""
-        self._groups_of_backward.close()
+        self._is_open = False
         self._pool.shutdown(cancel_futures=True)
-        self._groups_of_backward.fail(f"optimizer.step_in_backward() has failed ({text_of(error)})")
+        self._stop(f"optimizer.step_in_backward() has failed ({text_of(error)})")
         if not self.broken:
             self.end()
         elif LOAD not in text_of(error):
@@ -146,11 +150,6 @@ class StepInBackward:
         self._step.leaves_out = frozenset(self.stepped)
         self._step.check = partial(self._check, optimizer)
 
-    @property
-    def is_of_the_last_backward(self) -> bool:
-        """True if the model has run no backward since."""
-        return self._groups_of_backward.is_of_the_last_backward
-
     def end(self) -> None:
         """Drop references to gradients and weights, when the step is done or a checkpoint is loaded."""
         self._pool.shutdown()
@@ -158,7 +157,7 @@ class StepInBackward:
             grad.used_for = ""
         for kept in (self._used, self._versions, self._weights, self._changed, self._views, self._groups):
             kept.clear()
-        self._groups_of_backward.end()
+        self._detach()
 
     def _check(self, optimizer: Optimizer) -> None:
         """Recheck for changes after the user's step hooks."""
@@ -185,6 +184,94 @@ class StepInBackward:
             if weight in self._changed or weight._local_tensor._version != version:
                 return f"{self._names[id(weight)]} was changed {inside}; change weights after the block; {LOAD}"
         return ""
+
+    @property
+    def is_of_the_last_backward(self) -> bool:
+        """True if the model has run no backward since this one."""
+        engine = self._engine()
+        return engine is not None and engine.backward_number == self._first_backward
+
+    def _detach(self) -> None:
+        """Detach from the executor, so that passes may begin: the step has ended, or has left no trace."""
+        self._is_open = False
+        engine = self._engine()
+        if engine is not None and engine.executor.optimizer_in_backward is self:
+            engine.executor.optimizer_in_backward = None
+
+    def _stop(self, problem: str) -> None:
+        """Stop; if a parameter was stepped, block passes until a checkpoint is loaded."""
+        self._is_open = False
+        if self._taken:
+            self.broken = self.broken or f"{problem}; {LOAD}"
+        else:
+            self._detach()
+
+    def reset(self) -> None:
+        """Fail if the model is reset inside of the backward."""
+        if self._is_open:
+            self._stop("a backward was interrupted while an optimizer stepped in it")
+
+    # ---- events of the engine ---------------------------------------------------------------------------------------
+
+    def backward_begins(self, number: int) -> None:
+        """Raise a ScheduleError on every rank, which names a parameter, for a second backward."""
+        if self._is_open and number > self._first_backward:
+            name = self._taken[0].names[0] if self._taken else "every parameter"
+            raise self._too_late(name, "a second backward began inside optimizer.step_in_backward()")
+
+    def unit_reduces(self, unit: Unit) -> None:
+        """Raise a ScheduleError on every rank, which names a parameter, for gradients of a unit that was stepped."""
+        for group in unit.groups:
+            if group.gradients is not None and any(group is each for each in self._taken):
+                arrived = zip(group.names, group.gradients.of_parameter, strict=True)
+                name = next((name for name, each in arrived if each.arrived), group.names[0])
+                raise self._too_late(name, "a parameter is used where its unit's backward was over already")
+
+    def _too_late(self, name: str, cause: str) -> ScheduleError:
+        told = f"a gradient of {name} comes after the optimizer has used it in backward, since {cause}"
+        self._stop(told)
+        return ScheduleError(
+            f"{told}; enter optimizer.step_in_backward() around the last backward of a step alone, or leave it out"
+            + (f"; {LOAD}" if self._taken else "")
+        )
+
+    def unit_is_reduced(self, unit: Unit) -> None:
+        """Attach the final gradients of a unit, and pass its groups to the optimizer."""
+        engine = self._engine()
+        if engine is None or not self._takes or not self._is_open:
+            return
+        for group in unit.groups:
+            gradients = group.gradients
+            if gradients is not None and self._is_final(engine, group):
+                gradients.attach(group.sharded, [True] * len(group.sharded), group.describe_shard)
+                self._taken.append(group)
+                self._take(group, reached(engine.device))
+
+    def _is_final(self, engine: Engine, group: ParameterGroup) -> bool:
+        """Return True if the gradients of a group are final; the same on every rank."""
+        gradients = group.gradients
+        assert gradients is not None
+        if not group.plan.offloads_main or gradients.is_busy or group.has_user_hooks:
+            return False
+        if gradients.shown_dtype != gradients.precision.main_grads or not all(group.trainable):
+            return False  # they are cast, or some parameters have none, when backward ends
+        shown = get_grads(group.sharded, gradients.grad_attribute)
+        if any(grad is not None and grad is not own for grad, own in zip(shown, gradients.main.views, strict=True)):
+            return False
+        if not all(group.trained_since_attach):
+            return False
+        usage = engine.usage_of(group)
+        return usage.is_known or (usage.is_alone and all(each.arrived for each in gradients.of_parameter))
+
+    def check_forward(self, number: int) -> None:
+        """Raise a ScheduleError for a forward after `number` backwards, unless the step's own backward is to come."""
+        if self._is_open and number < self._first_backward:
+            return
+        raise ScheduleError(
+            self.broken
+            or "a forward began inside of optimizer.step_in_backward(), behind a backward; enter it around the last "
+            "backward of a step alone"
+        )
 
 
 def own_step(optimizer: Optimizer) -> Callable[..., Any]:
@@ -224,12 +311,8 @@ def _is_same(value: Any, noted: Any) -> bool:
     return bool(value == noted)
 
 
-Take = Callable[[ParameterGroup, Callable[[], None]], None]
-"""Called with a group whose final gradients are shown, and a function that blocks the host until it may read them."""
-
-
-def _hand_over_groups(engine: Engine, take: Take | None) -> GroupsOfBackward:
-    """Arrange that an optimizer gets groups in the next backward; raise if none would be final before it ends."""
+def _check_engine(engine: Engine) -> None:
+    """Raise for a model of which no gradients would be final before the next backward ends."""
     if engine.executor.optimizer_in_backward is not None:
         raise ScheduleError(
             engine.executor.optimizer_in_backward.broken
@@ -253,115 +336,3 @@ def _hand_over_groups(engine: Engine, take: Take | None) -> GroupsOfBackward:
     ):
         if holds:
             raise ConfigurationError(f"an optimizer cannot step in backward where {reason}; leave step_in_backward out")
-    return GroupsOfBackward(engine, take)
-
-
-class GroupsOfBackward(OptimizerInBackward):
-    """Passes the groups of one backward to an optimizer, until the optimizer's step has ended.
-
-    `take` steps a group; None: nothing is stepped in this backward.
-
-    Attributes:
-        stepped: The groups that were passed to `take`.
-        broken: The reason why the step cannot be finished; empty if it can.
-    """
-
-    def __init__(self, engine: Engine, take: Take | None) -> None:
-        self._engine, self._take = weakref.ref(engine), take
-        self._first_backward = engine.backward_number + 1
-        self._is_open = True
-        self.stepped: list[ParameterGroup] = []
-        self.broken = ""
-        engine.executor.optimizer_in_backward = self
-
-    @property
-    def is_of_the_last_backward(self) -> bool:
-        """True if the model has run no backward since this one."""
-        engine = self._engine()
-        return engine is not None and engine.backward_number == self._first_backward
-
-    def close(self) -> None:
-        """Pass no more groups to the optimizer: backward is over."""
-        self._is_open = False
-
-    def end(self) -> None:
-        """Detach from the executor, so that passes may begin: the step has ended, or has left no trace."""
-        self.close()
-        engine = self._engine()
-        if engine is not None and engine.executor.optimizer_in_backward is self:
-            engine.executor.optimizer_in_backward = None
-
-    def fail(self, problem: str) -> None:
-        """Stop; if a parameter was stepped, block passes until a checkpoint is loaded."""
-        self.close()
-        if self.stepped:
-            self.broken = self.broken or f"{problem}; {LOAD}"
-        else:
-            self.end()
-
-    def reset(self) -> None:
-        """Fail if the model is reset inside of the backward."""
-        if self._is_open:
-            self.fail("a backward was interrupted while an optimizer stepped in it")
-
-    # ---- events of the engine ---------------------------------------------------------------------------------------
-
-    def backward_begins(self, number: int) -> None:
-        """Raise a ScheduleError on every rank, which names a parameter, for a second backward."""
-        if self._is_open and number > self._first_backward:
-            name = self.stepped[0].names[0] if self.stepped else "every parameter"
-            raise self._too_late(name, "a second backward began inside optimizer.step_in_backward()")
-
-    def unit_reduces(self, unit: Unit) -> None:
-        """Raise a ScheduleError on every rank, which names a parameter, for gradients of a unit that was stepped."""
-        for group in unit.groups:
-            if group.gradients is not None and any(group is each for each in self.stepped):
-                arrived = zip(group.names, group.gradients.of_parameter, strict=True)
-                name = next((name for name, each in arrived if each.arrived), group.names[0])
-                raise self._too_late(name, "a parameter is used where its unit's backward was over already")
-
-    def _too_late(self, name: str, cause: str) -> ScheduleError:
-        told = f"a gradient of {name} comes after the optimizer has used it in backward, since {cause}"
-        self.fail(told)
-        return ScheduleError(
-            f"{told}; enter optimizer.step_in_backward() around the last backward of a step alone, or leave it out"
-            + (f"; {LOAD}" if self.stepped else "")
-        )
-
-    def unit_is_reduced(self, unit: Unit) -> None:
-        """Attach the final gradients of a unit, and pass its groups to the optimizer."""
-        engine = self._engine()
-        if engine is None or self._take is None or not self._is_open:
-            return
-        for group in unit.groups:
-            gradients = group.gradients
-            if gradients is not None and self._is_final(engine, group):
-                gradients.attach(group.sharded, [True] * len(group.sharded), group.describe_shard)
-                self.stepped.append(group)
-                self._take(group, reached(engine.device))
-
-    def _is_final(self, engine: Engine, group: ParameterGroup) -> bool:
-        """Return True if the gradients of a group are final; the same on every rank."""
-        gradients = group.gradients
-        assert gradients is not None
-        if not group.plan.offloads_main or gradients.is_busy or group.has_user_hooks:
-            return False
-        if gradients.shown_dtype != gradients.precision.main_grads or not all(group.trainable):
-            return False  # they are cast, or some parameters have none, when backward ends
-        shown = get_grads(group.sharded, gradients.grad_attribute)
-        if any(grad is not None and grad is not own for grad, own in zip(shown, gradients.main.views, strict=True)):
-            return False
-        if not all(group.trained_since_attach):
-            return False
-        usage = engine.usage_of(group)
-        return usage.is_known or (usage.is_alone and all(each.arrived for each in gradients.of_parameter))
-
-    def check_forward(self, number: int) -> None:
-        """Raise a ScheduleError for a forward after `number` backwards, unless the step's own backward is to come."""
-        if self._is_open and number < self._first_backward:
-            return
-        raise ScheduleError(
-            self.broken
-            or "a forward began inside of optimizer.step_in_backward(), behind a backward; enter it around the last "
-            "backward of a step alone"
-        )
