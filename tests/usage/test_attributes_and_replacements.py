@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import fully_shard_model
+from megatron_fsdp.engine.hooks import ForwardGraph
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.utils import (
     get_mcore_tensor_parallel_partition_dim,
@@ -25,20 +26,17 @@ from tests.support.zoo import FEATURES, Layer, Ordered, Penalised, SideLoss, vec
 
 
 class DeepSideLoss(SideLoss):
-    """Leaves one loss in a list of a submodule, one in an attribute that another had before, and one in a buffer."""
+    """Leaves one loss in a list of a submodule, and one in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Identity()
-        self.noted: Any = nn.Tanh()
-        self.noted.loss = 0.0
         self.register_buffer("kept", torch.zeros(1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         result = super().forward(x)
         half = 0.5 * self.penalty
         self.inner.losses = [half]
-        self.noted.loss = half.square()
         self.kept = half * self.up.bias.sum()
         del self.penalty
         return result
@@ -50,7 +48,7 @@ class Deep(Penalised):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        side = sum(layer.inner.losses[0] + layer.noted.loss + layer.kept for layer in self.layers)
+        side = sum(layer.inner.losses[0] + layer.kept for layer in self.layers)
         return self.last(x) + side
 
 
@@ -58,6 +56,18 @@ class Deep(Penalised):
 def test_losses_left_in_attributes_are_trained(run_ranks: RunRanks, settings: tuple[Setting, ...]) -> None:
     case = vector_case(partial(Deep, (0, 1, 2, 3, 4), 5, unit=DeepSideLoss))
     check_strategies(run_ranks, 2, Scenario(train_and_accumulate, case), settings)
+
+
+@pytest.mark.parametrize("before", [{}, {"loss": 0.0}, {"loss": None}], ids=str)
+def test_losses_in_attributes_of_layers_of_torch_are_found(before: dict[str, object]) -> None:
+    layer, weight = nn.Tanh(), torch.ones(2, requires_grad=True)
+    vars(layer).update(before)
+    graph = ForwardGraph(nn.Sequential(layer), ())
+    graph.begin()
+    layer.loss = weight.square()  # type: ignore[assignment]
+    (found,), has_graph = graph.end()
+    assert found is layer.loss
+    assert has_graph
 
 
 # ---- modules that come later ----------------------------------------------------------------------------------------
