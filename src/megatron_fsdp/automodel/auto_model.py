@@ -34,7 +34,7 @@ from megatron_fsdp.automodel.config import (
 )
 from megatron_fsdp.automodel.config_yaml import DistributedSetup
 from megatron_fsdp.automodel.gradients import reshard_units
-from megatron_fsdp.automodel.initial_values import allocate, draw_missing
+from megatron_fsdp.automodel.initial_values import draw_missing
 from megatron_fsdp.automodel.managers import DDPManager, FSDP2Manager, MegatronFSDPManager
 from megatron_fsdp.automodel.meshes import MeshContext, build_mesh_context, set_up_ranks
 from megatron_fsdp.automodel.pipeline_parallel import Pipeline, PipelineConfig, build_pipeline
@@ -48,22 +48,14 @@ from megatron_fsdp.comm.agreement import agreed
 from megatron_fsdp.config.hf_config import build_from_config, read_config
 from megatron_fsdp.errors import CheckpointError, ConfigurationError, NotSupportedYetError, warn_caller, words_of
 from megatron_fsdp.optional_packages import require
+from megatron_fsdp.wrap.meta_init import allocate
 
 transformers: Any = require("transformers", "megatron_fsdp.automodel")
 
 
 _COMPARED = (
-    "distributed_config",
-    *SIZE_NAMES,
-    "device_mesh",
-    "moe_mesh",
-    "pipeline_config",
-    "moe_parallel_config",
-    "peft_config",
-    "quantization_config",
-    "dtype",
-    "attn_implementation",
-    "strict",
+    *("distributed_config", *SIZE_NAMES, "device_mesh", "moe_mesh", "pipeline_config", "moe_parallel_config"),
+    *("peft_config", "quantization_config", "dtype", "attn_implementation", "strict"),
 )
 """Arguments that have to be the same on every rank; functions among the others cannot be compared."""
 

@@ -13,40 +13,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.automodel.architecture import find_layers, parameter_names
 from megatron_fsdp.checkpoint.hf.live import LiveTensor, base_tensors, install_weights, keep_local, unwrap
 from megatron_fsdp.comm.agreement import gather_objects
 from megatron_fsdp.comm.fingerprint import random_state, same_random_numbers, set_random_state
 from megatron_fsdp.errors import ConfigurationError
-from megatron_fsdp.wrap.meta_init import draw_blueprint, draw_values, uninitialized_tensor
-
-
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate every parameter and buffer on the meta device; tied ones stay tied, DTensors get local parts.
-
-    Parameters get no values; buffers get NaN, so that a forgotten one shows.
-    """
-    made: dict[int, torch.Tensor] = {}
-    for owner in model.modules():
-        for name, param in owner._parameters.items():
-            if param is not None and _is_meta(param):
-                if id(param) not in made:
-                    with torch.no_grad():
-                        empty = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
-                    empty.__dict__.update(param.__dict__)
-                    made[id(param)] = empty
-                owner._parameters[name] = made[id(param)]  # type: ignore[assignment]
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and _is_meta(buffer):
-                if id(buffer) not in made:
-                    made[id(buffer)] = uninitialized_tensor(buffer, device).tensor
-                owner._buffers[name] = made[id(buffer)]
-
-
-def _is_meta(tensor: torch.Tensor) -> bool:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).is_meta
+from megatron_fsdp.wrap.meta_init import draw_blueprint, draw_values
 
 
 def draw_missing(

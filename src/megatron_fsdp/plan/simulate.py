@@ -25,6 +25,7 @@ from megatron_fsdp.comm.collectives import SIMULATED, real_values
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.fully_shard import fully_shard, fully_shard_model
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron_fsdp.wrap.meta_init import allocate
 
 BACKENDS = ("gloo", "nccl")
 """The back ends that can be simulated."""
@@ -119,22 +120,8 @@ def built_without_memory(build: Callable[[], nn.Module]) -> nn.Module:
     """
     with real_values(), torch.device("meta"):
         model = build()
-    moved: dict[int, torch.Tensor] = {}  # tied parameters stay tied
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and tensor.is_meta:
-                    held[name] = moved.setdefault(id(tensor), _on_cpu(tensor))  # type: ignore[assignment]
+    allocate(model, torch.device("cpu"))
     return model
-
-
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a fake CPU tensor for one on the meta device; a parameter keeps its attributes."""
-    made = torch.empty_like(tensor, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    made.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in made.__dict__})
-    return made
 
 
 def _check(shape: Mapping[str, int], rank: int, backend: str) -> None:

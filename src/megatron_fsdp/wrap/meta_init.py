@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_fsdp.comm.fingerprint import RandomState, random_state, set_random_state
+from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.engine.unit import Unit, set_parameter
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.sharding.units import parameter_owners
@@ -55,6 +56,28 @@ def uninitialized_parameter(like: nn.Parameter, device: torch.device) -> Uniniti
     param = nn.Parameter(uninitialized_tensor(like, device).tensor, requires_grad=like.requires_grad)
     param.__dict__.update(like.__dict__)
     return Uninitialized(param, param._version)
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Allocate every parameter and buffer on the meta device; tied ones stay tied, DTensors get local parts.
+
+    Parameters get no values; buffers get NaN, so that a forgotten one shows.
+    """
+    made: dict[int, torch.Tensor] = {}
+    for owner in model.modules():
+        for name, param in owner._parameters.items():
+            if param is not None and local_tensor(param).is_meta:
+                if id(param) not in made:
+                    with torch.no_grad():
+                        empty = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+                    empty.__dict__.update(param.__dict__)
+                    made[id(param)] = empty
+                owner._parameters[name] = made[id(param)]  # type: ignore[assignment]
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and local_tensor(buffer).is_meta:
+                if id(buffer) not in made:
+                    made[id(buffer)] = uninitialized_tensor(buffer, device).tensor
+                owner._buffers[name] = made[id(buffer)]
 
 
 def _on_meta(param: nn.Parameter) -> nn.Parameter:

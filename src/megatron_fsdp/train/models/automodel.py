@@ -29,7 +29,7 @@ from megatron_fsdp.automodel.architecture import find_layers
 from megatron_fsdp.automodel.auto_model import fill_weights, load_generation_config, refuse_quantised
 from megatron_fsdp.automodel.expert_parallel import engine_mesh
 from megatron_fsdp.automodel.forwards import MLP_NAMES, recompute_in_backward
-from megatron_fsdp.automodel.initial_values import allocate, draw_missing
+from megatron_fsdp.automodel.initial_values import draw_missing
 from megatron_fsdp.automodel.managers import divide, shard_by_layers
 from megatron_fsdp.automodel.meshes import MeshContext
 from megatron_fsdp.automodel.pipeline_parallel import build_pipeline
@@ -52,6 +52,7 @@ from megatron_fsdp.train.models.trained import (
 from megatron_fsdp.train.options import TrainingOptions
 from megatron_fsdp.train.options.job import Job
 from megatron_fsdp.train.ranks import Rank
+from megatron_fsdp.wrap.meta_init import allocate
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------
 
