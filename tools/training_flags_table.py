@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from megatron_fsdp.train.options import SECTIONS, Option, flag_for, options_of
-from megatron_fsdp.train.options.megatron_flags import ALIASES, FIXED, IDLE, REFUSED
+from megatron_fsdp.train.options.command_line import ALIASES, FIXED, IDLE, REFUSED
 
 
 def option_table(cls: type) -> str:

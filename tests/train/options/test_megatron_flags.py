@@ -11,8 +11,7 @@ from megatron_fsdp.distributed_data_parallel_config import DistributedDataParall
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.train.options import OPTIONS, SECTIONS
-from megatron_fsdp.train.options.command_line import make_parser, parse_options
-from megatron_fsdp.train.options.megatron_flags import (
+from megatron_fsdp.train.options.command_line import (
     ALIASES,
     ELSEWHERE,
     FIXED,
@@ -20,6 +19,8 @@ from megatron_fsdp.train.options.megatron_flags import (
     OF_CONFIGURATIONS,
     REFUSED,
     VALUED,
+    make_parser,
+    parse_options,
 )
 from tests.support.on_ranks import refusal
 from tests.support.source_tree import ROOT

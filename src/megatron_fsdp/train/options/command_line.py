@@ -6,6 +6,7 @@ import argparse
 import difflib
 import inspect
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,21 +19,10 @@ from megatron_fsdp.config.yaml_mapping import read_mapping
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.train.options import DDP_FIELDS, OPTIONS, SECTIONS, Option, Options, flag_for, options_of
 from megatron_fsdp.train.options.checks import ALTERNATIVES, NEEDS, SHAPE, is_met
-from megatron_fsdp.train.options.megatron_flags import (
-    ALIASES,
-    ELSEWHERE,
-    FIXED,
-    IDLE,
-    IDLE_VALUES,
-    OF_CONFIGURATIONS,
-    REFUSED,
-    VALUED,
-)
 
 PROGRAM = "mfsdp train"
 COMMAND_LINE = "command line"
 
-_BESIDE_FILE = {"hf_config", "hf_model", "tokenizer_model"}
 _USAGE = "%(prog)s [--config FILE] [--preset NAME] [--FLAG [VALUE]] ..."
 
 _SECTIONS = (*SECTIONS, "ddp")
@@ -44,6 +34,59 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {name: of for name, of in _OF_PRESETS
 _DESCRIPTION = """Train a decoder-only transformer on text that is on this machine, sharded over ranks. Under torchrun
 this process is a rank; else it starts the ranks itself. Flags have the names of Megatron-LM. With --save, SIGTERM,
 SIGINT, SIGHUP and SIGUSR1 end a run after the step, which is saved; SIGQUIT and SIGUSR2 end it at once."""
+
+
+# ---- flags of Megatron-LM that are no options here: respelled, tied to one value, without effect, or refused ---------
+
+
+class FixedFlag(NamedTuple):
+    """The allowed values of a flag, which request the actual behaviour, and the reason with a remedy."""
+
+    values: tuple[str, ...]
+    reason: str
+
+    def allows(self, text: str) -> bool:
+        """Return True if a text is one of the values, or the same number as one."""
+        with suppress(ValueError):
+            return text in self.values or float(text) in map(float, self.values)
+        return False
+
+
+class Spelling(NamedTuple):
+    """The option that an alternative flag sets, and its value; None: the value after the flag."""
+
+    name: str
+    value: Any = None
+
+
+_TABLES: Mapping[str, Mapping[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("megatron_flags.toml").read_text("utf-8")
+)
+_IDLE = _TABLES["without_effect"]["flags"].split()
+
+ALIASES = {flag: Spelling(to["option"], to.get("to")) for flag, to in _TABLES["other_spellings"].items()}
+"""Megatron-LM's spellings, those of earlier versions included, that do not follow from the names of the options."""
+
+FIXED = {flag: FixedFlag(tuple(one["values"]), one["reason"]) for flag, one in _TABLES["one_value"].items()}
+"""Flags that are accepted with these values, and named in the note, and refused with others."""
+
+IDLE_VALUES: Mapping[str, list[str]] = _TABLES["values_without_effect"]
+"""Flag of an option -> values that are accepted, and named in a note, as if the flag were left out."""
+
+IDLE = tuple(flag.removesuffix("=") for flag in _IDLE)
+"""Flags that are accepted, and named in a note, since they have no effect."""
+
+ELSEWHERE: Mapping[str, str] = _TABLES["elsewhere"]
+"""Flag of other trainers -> the equivalent one of this trainer."""
+
+VALUED = frozenset(flag.removesuffix("=") for flag in _IDLE if flag.endswith("="))
+"""Those that need one or more values."""
+
+REFUSED: Mapping[str, str] = {flag: reason for reason, flags in _TABLES["refused"].items() for flag in flags.split()}
+"""Flag -> reason and remedy."""
+
+OF_CONFIGURATIONS = REFUSED["--multi-latent-attention"]
+"""The reason of those that describe models of which only a configuration can be given."""
 
 
 # ---- the command line and the file -----------------------------------------------------------------------------------
@@ -119,9 +162,6 @@ class TrainParser(Parser):
                 self.problems.append(str(error))
             place = f"{path}:{lines[key]}: " if key in lines else f"{path}: "
             self.problems[told:] = [place + problem for problem in self.problems[told:]]
-        for name in _BESIDE_FILE & given.keys():
-            if not Path(given[name]).exists() and (beside := path.parent / given[name]).exists():
-                given[name] = beside
         return given
 
     def words_of(self, key: str, value: Any) -> list[str]:
