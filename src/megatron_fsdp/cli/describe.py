@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from megatron_fsdp.cli.output import add_json, write_json, write_line
 from megatron_fsdp.config.command_parser import EXIT_SAME
+from megatron_fsdp.config.import_path import literal
 from megatron_fsdp.describe.text import width
 from megatron_fsdp.errors import ConfigurationError
 
@@ -90,8 +90,8 @@ def _arguments(args: argparse.Namespace) -> dict[str, Any]:
 
     known = set(inspect.signature(fully_shard_model).parameters) - {"module", "mixed_precision_policy"}
     found: dict[str, Any] = {
-        "zero_dp_strategy": _value(args.strategy),
-        "outer_dp_sharding_strategy": _value(args.outer_strategy),
+        "zero_dp_strategy": literal(args.strategy),
+        "outer_dp_sharding_strategy": literal(args.outer_strategy),
         **({} if args.outer is None else {"dp_outer_dim": _OUTER}),
         **({} if args.units is None else {"fsdp_unit_modules": args.units}),
     }
@@ -99,7 +99,7 @@ def _arguments(args: argparse.Namespace) -> dict[str, Any]:
     for given in args.option:
         name, equals, text = given.partition("=")
         if equals and name in known:
-            found[name] = _value(text)
+            found[name] = literal(text)
         elif equals and name in _DTYPES:
             dtypes[name] = None if text in ("None", "auto") else dtype_from_name(text, name)
         else:
@@ -108,11 +108,3 @@ def _arguments(args: argparse.Namespace) -> dict[str, Any]:
                 f"of {', '.join(_DTYPES)}"
             )
     return {**found, "mixed_precision_policy": MixedPrecisionPolicy(**dtypes)} if dtypes else found
-
-
-def _value(text: str) -> Any:
-    """Parse a Python literal such as 3, True or None; return anything else as text."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

@@ -26,6 +26,7 @@ from megatron_fsdp.train.data.tokens import TokenData
 from megatron_fsdp.train.failures import NotSavedError, is_out_of_memory
 from megatron_fsdp.train.measure import Progress
 from megatron_fsdp.train.models.build import config_values
+from megatron_fsdp.train.models.export import saved_facts
 from megatron_fsdp.train.models.megatron_checkpoint import view_for
 from megatron_fsdp.train.models.trained import Trained
 from megatron_fsdp.train.options import flag_for
@@ -129,8 +130,7 @@ def with_saved_batch(job: Job, origin: Origin, rank: Rank, say: Say) -> Job:
     folder = CheckpointFolder(CheckpointStore(origin.folder).resolve())
 
     def saved() -> int | None:
-        facts = folder.read_object("trainer.facts") if "trainer.facts" in folder.objects else []
-        found = {str(name): str(value) for name, value in facts} if isinstance(facts, list) else {}
+        found = saved_facts(folder)
         return int(found[_BATCH]) if _BATCH in found else None
 
     total = together(f"reading {folder.path}", saved)
@@ -275,11 +275,6 @@ class RunCheckpoints:
     def changes(self) -> list[str]:
         """Describe the facts that have changed since the checkpoint of `start` was saved."""
         return changes_of(self._state.saved_facts, self._state.facts)
-
-    def is_due(self, step: int) -> bool:
-        """Return True to save after a step that is not the last one."""
-        every = self._options.save_interval
-        return self._checkpointer is not None and every is not None and step % every == 0
 
     @property
     def owes_evaluation(self) -> bool:

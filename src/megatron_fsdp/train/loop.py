@@ -61,7 +61,8 @@ def train(run: Run, recorder: Recorder, keeper: RunCheckpoints) -> tuple[Progres
         done = Progress(step, record.samples, record.skipped, record.elapsed_s)
         records.append(record)
         is_last = is_interrupted or is_late or step == job.train_iters or _is_due(step, training.exit_interval)
-        is_save, is_check = keeper.is_due(step), _is_due(step, training.eval_interval)
+        is_save = _is_due(step, job.options.checkpoint.save_interval)
+        is_check = _is_due(step, training.eval_interval)
         if is_last or is_check or is_save or is_shown:
             (peak,) = reduce_values(run.rank, [float(peak_bytes(run.trained))], "max")
             records = [replace(each, peak_bytes=int(peak)) for each in records]

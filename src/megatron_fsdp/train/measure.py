@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatron_fsdp.describe.text import in_bytes
+from megatron_fsdp.dtensor.shard_spec import local_tensor
 from megatron_fsdp.plan.machine import MACHINES
 from megatron_fsdp.trace.recorder import Recorder
 from megatron_fsdp.trace.summary import summarise
@@ -166,14 +166,9 @@ def peak_bytes(trained: Trained) -> int:
     """
     if trained.device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(trained.device))
-    return engine_bytes(trained)
-
-
-def engine_bytes(trained: Trained) -> int:
-    """Count the peak of weights, gradients, communication and optimizer, without offloaded state."""
     held = optimizer_bytes(trained.optimizer)
     if trained.inside is None:  # gradients are as large as weights while there are any
-        return held + sum(2 * _local(p).nbytes for p in trained.model.parameters() if p.requires_grad)
+        return held + sum(2 * local_tensor(p).nbytes for p in trained.model.parameters() if p.requires_grad)
     memory = trained.inside.memory()
     return memory.persistent_bytes + memory.transient_peak_bytes + held - memory.offloaded.get("optimizer_state", 0)
 
@@ -191,11 +186,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Count the bytes of optimizer state on this rank, step counters included."""
     states = (optimizer.state.get(param, {}) for group in optimizer.param_groups for param in group["params"])
     found = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return sum(_local(tensor).nbytes for tensor in found)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return sum(local_tensor(tensor).nbytes for tensor in found)
 
 
 # ---- communication ---------------------------------------------------------------------------------------------------

@@ -114,9 +114,6 @@ class NoCheckpoints:
     def start(self) -> Progress:
         return self.progress
 
-    def is_due(self, step: int) -> bool:  # noqa: ARG002
-        return False
-
     def save(self, progress: Progress, *, owes_evaluation: bool = False) -> None:
         pass
 

@@ -6,7 +6,6 @@ queries, keys and values, and of gate and value, are those of a Llama one below 
 
 from __future__ import annotations
 
-import ast
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from megatron_fsdp.checkpoint.hf import export_hf
 from megatron_fsdp.checkpoint.naming import MODEL
 from megatron_fsdp.checkpoint.rearranged import Part, RearrangedFolder
 from megatron_fsdp.config.hf_config import read_config
+from megatron_fsdp.config.import_path import literal
 from megatron_fsdp.errors import CheckpointError, ConfigurationError
 from megatron_fsdp.optional_packages import require
 from megatron_fsdp.sharding.shards import Box
@@ -56,7 +56,7 @@ def export_run(source: CheckpointFolder, folder: Path, config: Path | None, **op
     Raises:
         ConfigurationError: The config is missing or contradicts the run, or the decoder is not shaped as a Llama.
     """
-    facts = _facts_of(source)
+    facts = saved_facts(source)
     keys = {name[1]: key for key in source.tensors if (name := _KEY.fullmatch(key))}
     if "blocks.0.attention.query_key_value.weight" not in keys:
         if config is None:
@@ -73,15 +73,13 @@ def export_run(source: CheckpointFolder, folder: Path, config: Path | None, **op
     with tempfile.TemporaryDirectory() as written:
         transformers: Any = require("transformers", "a Hugging Face folder")
         llama = transformers.LlamaConfig(**fields, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-        llama.architectures, llama.dtype = (
-            ["LlamaForCausalLM"],
-            view.tensors[f"{MODEL}.{_NAMES['embedding.weight']}"].dtype,
-        )
+        llama.architectures = ["LlamaForCausalLM"]
+        llama.dtype = view.tensors[f"{MODEL}.{_NAMES['embedding.weight']}"].dtype
         llama.save_pretrained(written)
         return export_hf(view, folder, written, **options)
 
 
-def _facts_of(source: CheckpointFolder) -> dict[str, str]:
+def saved_facts(source: CheckpointFolder) -> dict[str, str]:
     """Read the trainer's facts of the run that saved; empty for other checkpoints."""
     stored = source.read_object(_FACTS) if _FACTS in source.objects else []
     pairs = stored if isinstance(stored, list) else []
@@ -150,7 +148,7 @@ def _require_whole(source: CheckpointFolder, shapes: Mapping[str, tuple[int, ...
 
 def _number(source: CheckpointFolder, facts: Mapping[str, str], name: str, flag: str) -> float:
     """Return a number that the shapes of weights do not determine."""
-    found = _value(facts.get(name + _OF_MODEL, facts.get(flag, "")))
+    found = literal(facts.get(name + _OF_MODEL, facts.get(flag, "")))
     if not isinstance(found, int | float) or not found > 0:
         raise CheckpointError(
             f"{source.path} does not say {flag}, which the weights do not show: export a checkpoint that `mfsdp train` "
@@ -196,16 +194,9 @@ def _config_fields(facts: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     for name, text in facts.items():
         field = name.removesuffix(_OF_MODEL) if name.endswith(_OF_MODEL) else _FLAGS.get(name)
         if field is not None and "--rotary-base" not in name:
-            yield field, _value(text)
+            yield field, literal(text)
     if (base := facts.get("--rotary-base")) is not None:
-        yield "rope_parameters", {"rope_theta": _value(base)}
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+        yield "rope_parameters", {"rope_theta": literal(base)}
 
 
 def _require_agreement(folder: Path, said: Mapping[str, Any], run: Path) -> None:
