@@ -351,15 +351,12 @@ def shard_experts(
         )
         # FSDP2 averages over ep_shard; the rest of the factor comes after. Its own gradient_divide_factor is of no use:
         # gloo lacks the operation for it, and sums instead of it divide twice where ep_shard is one rank (torch 2.13).
-        sharded.set_all_reduce_hook(partial(_scale, factor=gradient_divisor / num_shards))
+        if gradient_divisor != num_shards:
+            scale: Any = partial(torch.Tensor.div_, other=gradient_divisor / num_shards)
+            sharded.set_all_reduce_hook(scale)
 
 
 def placement_of(param: Tensor, *, num_shards: int) -> Shard:
     """Return FSDP2's placement of a rank's share of a weight: whole experts if they divide, else another dimension."""
     shape = (param.to_local() if isinstance(param, DTensor) else param).shape
     return Shard(next((dim for dim, length in enumerate(shape) if length % num_shards == 0), 0))
-
-
-def _scale(gradients: Tensor, factor: float) -> None:
-    if factor != 1:
-        gradients.div_(factor)

@@ -93,7 +93,7 @@ class Machine:
         spread = -(-((ranks - 1) * stride + 1) // self.devices_per_node)
         nodes = spread if stride < self.devices_per_node else ranks
         inside = -(-ranks // nodes)
-        return self.link_latency_s * _doublings(inside) + self.network_latency_s * _doublings(nodes)
+        return self.link_latency_s * (inside - 1).bit_length() + self.network_latency_s * (nodes - 1).bit_length()
 
     def collective_s(self, sent_bytes: float, ranks: int, stride: int = 1) -> float:
         """Estimate the time of a collective in which every rank sends `sent_bytes`; one rank sends nothing."""
@@ -123,10 +123,6 @@ class Machine:
                 raise ConfigurationError(f"a machine has no {name!r}; it has {', '.join(sorted(known))}")
         whole = {name: int(value) if name.endswith(("_bytes", "_node")) else value for name, value in changes.items()}
         return replace(self, **whole)  # type: ignore[arg-type]
-
-
-def _doublings(count: int) -> int:
-    return math.ceil(math.log2(count)) if count > 1 else 0
 
 
 def _card(

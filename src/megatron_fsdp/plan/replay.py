@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
@@ -162,24 +163,14 @@ class _Passing:
         self._now += num_bytes
         self._most = max(self._most, self._now)
 
-    def borrow(self, num_bytes: int) -> None:
-        """Allocate bytes and free them again."""
-        self.add(num_bytes)
-        self.add(-num_bytes)
-
     def look(self) -> int:
         """Return the peak since the last look, and reset it."""
         most, self._most = self._most, self._now
         return most
 
 
-class _Work(NamedTuple):
-    """A reduction in flight."""
-
-    wait: Callable[[], None]
-
-
-_Started = tuple[_Work, tuple[()]]
+_Started = tuple[SimpleNamespace, tuple[()]]
+"""A reduction in flight, by its `wait`."""
 
 
 class _Unit:
@@ -307,9 +298,10 @@ class _Unit:
         def wait() -> None:
             self._links.wait(end_s)
             self.has_main |= not self.reduces_outer
-            self._passing.borrow(self._local_sum_bytes)
+            self._passing.add(self._local_sum_bytes)
+            self._passing.add(-self._local_sum_bytes)
 
-        return _Work(wait), ()
+        return SimpleNamespace(wait=wait), ()
 
     def reduce_outer(self, _stream: object, _sharded: object, _copy_stream: object, block: object) -> _Started:
         """Reduce over the outer ranks; a block of the pool replaces an allocation."""
@@ -323,7 +315,7 @@ class _Unit:
             self.has_main = True
             self._passing.add(-allocated - self._pending_bytes)
 
-        return _Work(wait), ()
+        return SimpleNamespace(wait=wait), ()
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------------
@@ -422,7 +414,7 @@ class _Replay:
         for unit in self._units:
             unit.transposed.clear()
         self._note("stepped", 0)
-        self._run(self._scheduler.weights_changed())
+        self._executor.run(self._scheduler.weights_changed())
         for unit in self._units:
             unit.wait_for_outer()
             unit.needs_outer_all_gather = True
@@ -457,18 +449,15 @@ class _Replay:
         if event is Event.FORWARD_BEGINS:
             if not scheduler.in_forward and not scheduler.in_backward:
                 self._executor.all_gather_outer()
-            self._run(scheduler.forward_begins(unit.index))
+            self._executor.run(scheduler.forward_begins(unit.index))
         elif event is Event.FORWARD_ENDS:
             self._epochs[unit.index] = scheduler.forward_ends(unit.index, needs_backward=True)[0]
             if not scheduler.in_forward and not scheduler.in_backward:
                 self._executor.wait_for_outer()
         elif event is Event.BACKWARD_BEGINS:
-            self._run(scheduler.backward_begins(unit.index, self._epochs[unit.index], unit.reads_weights))
+            self._executor.run(scheduler.backward_begins(unit.index, self._epochs[unit.index], unit.reads_weights))
         elif event is Event.BACKWARD_ENDS:
-            self._run(scheduler.backward_ends())
-
-    def _run(self, operations: Iterable[Operation]) -> None:
-        self._executor.run(operations)
+            self._executor.run(scheduler.backward_ends())
 
     def _finalise(self) -> None:
         """Sync gradients if this microbatch does, after the reductions in flight."""
