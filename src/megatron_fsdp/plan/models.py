@@ -22,7 +22,9 @@ ModelSpec = str | Path | Mapping[str, Any] | Callable[[], nn.Module] | nn.Module
 _EXPERTS = "_experts_implementation"
 
 
-def build_meta_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:
+def build_meta_model(
+    spec: ModelSpec, dtype: torch.dtype | None = None, *, default: torch.dtype | None = None
+) -> nn.Module:
     """Build a model without memory, in training mode.
 
     Args:
@@ -36,6 +38,7 @@ def build_meta_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Mo
             * a model that is on the meta device already; it is returned as it is.
         dtype: Of all floating-point parameters that the family does not keep in another; None: what the config says,
             else torch's default. Functions and models have their own and take none.
+        default: In place of what a config says; functions and models ignore it.
 
     Returns:
         The model; of a config the whole one that it names.
@@ -47,7 +50,7 @@ def build_meta_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Mo
     if isinstance(spec, str):
         spec = _resolve(spec)
     if not callable(spec):
-        return _checked(_from_config(spec, dtype))
+        return _checked(_from_config(spec, dtype, default))
     if dtype is not None:
         raise ConfigurationError(f"dtype={dtype} is for configs; a function or a model decides on its own")
     if isinstance(spec, nn.Module):
@@ -58,13 +61,6 @@ def build_meta_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Mo
         name = getattr(spec, "__qualname__", spec)
         raise ConfigurationError(f"{name} returned a {type(built).__name__}; it must return a model")
     return _checked(built)
-
-
-def comes_from_config(spec: ModelSpec) -> bool:
-    """Return True if a model is built from a config, so that its dtype can be chosen."""
-    if isinstance(spec, str):
-        return spec in PRESETS or Path(spec).exists() or ":" not in spec
-    return not callable(spec)
 
 
 def _resolve(text: str) -> Mapping[str, Any] | Path | Callable[[], nn.Module]:
@@ -80,7 +76,7 @@ def _resolve(text: str) -> Mapping[str, Any] | Path | Callable[[], nn.Module]:
     return one_of(what, text, PRESETS)
 
 
-def _from_config(given: Any, dtype: torch.dtype | None) -> nn.Module:
+def _from_config(given: Any, dtype: torch.dtype | None, default: torch.dtype | None) -> nn.Module:
     transformers: Any = require(
         "transformers",
         "a model of this config",
@@ -97,7 +93,8 @@ def _from_config(given: Any, dtype: torch.dtype | None) -> nn.Module:
         )
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConfigurationError(f"dtype={dtype!r} is no torch.dtype; give one such as torch.bfloat16")
-    return build_from_config(config, dtype or getattr(config, "dtype", None) or torch.get_default_dtype(), None)
+    said = default or getattr(config, "dtype", None) or torch.get_default_dtype()
+    return build_from_config(config, dtype or said, None)
 
 
 def _config(transformers: Any, fields: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from megatron_fsdp.errors import ConfigurationError, MegatronFSDPError, text_of
 from megatron_fsdp.plan.activations import profile_compute
 from megatron_fsdp.plan.compute_profile import ComputeProfile, Exchange
 from megatron_fsdp.plan.machine import Machine, find_machine
-from megatron_fsdp.plan.models import ModelSpec, build_meta_model, comes_from_config
+from megatron_fsdp.plan.models import ModelSpec, build_meta_model
 from megatron_fsdp.plan.parallel import (
     DecoderShare,
     microbatches_in_flight,
@@ -135,7 +135,7 @@ def make_workload(
     for argument, value in (("loss_fn", loss_fn), ("tokens", tokens)):
         if value is not None and inputs is None:
             raise ConfigurationError(f"{argument} has no effect without inputs; give both, or leave it out")
-    module = build_meta_model(model, (dtype or torch.bfloat16) if comes_from_config(model) else dtype)
+    module = build_meta_model(model, dtype, default=torch.bfloat16)
     config: Any = getattr(module, "config", None)
     given = model if isinstance(model, str) else getattr(config, "model_type", None) or type(module).__name__
     label, total = name or given, sum(param.numel() for param in module.parameters())
