@@ -282,9 +282,16 @@ class ForwardGraph:
 
 def _plain_attributes(module: nn.Module) -> int:
     """Return the number of attributes of a layer of torch that has none but its own, which hold no results; else -1."""
-    names = {"_buffers", *_OF_TORCH, *(name for base in type(module).__mro__ for name in inspect.get_annotations(base))}
-    is_of_torch = type(module).__module__.startswith("torch.nn.modules.")
-    return len(module.__dict__) if is_of_torch and module.__dict__.keys() <= names else -1
+    declared = _declared_by_torch(type(module))  # type: ignore[arg-type]  # for mypy no class of modules has a hash
+    return len(module.__dict__) if module.__dict__.keys() <= declared else -1
+
+
+@functools.cache
+def _declared_by_torch(kind: type[nn.Module]) -> set[str]:
+    """Return the attributes that a layer of torch declares; none for other classes."""
+    if not kind.__module__.startswith("torch.nn.modules."):
+        return set()
+    return {"_buffers", *_OF_TORCH, *(name for base in kind.__mro__ for name in inspect.get_annotations(base))}
 
 
 def _own_modules(module: nn.Module, others: Collection[int]) -> Iterator[nn.Module]:
