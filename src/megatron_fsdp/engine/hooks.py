@@ -282,7 +282,7 @@ class ForwardGraph:
 
 def _plain_attributes(module: nn.Module) -> int:
     """Return the number of attributes of a layer of torch that has none but its own, which hold no results; else -1."""
-    declared = _declared_by_torch(type(module))  # type: ignore[arg-type]  # for mypy no class of modules has a hash
+    declared = _declared_by_torch(type(module))  # type: ignore[arg-type]  # mypy takes classes of modules for unhashable
     return len(module.__dict__) if module.__dict__.keys() <= declared else -1
 
 

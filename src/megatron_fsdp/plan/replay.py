@@ -170,7 +170,7 @@ class _Passing:
 
 
 _Started = tuple[SimpleNamespace, tuple[()]]
-"""A reduction in flight, by its `wait`."""
+"""A reduction in flight, which `wait` ends, and no memory to keep for it."""
 
 
 class _Unit:
