@@ -65,6 +65,16 @@ def test_a_run_is_cut_into_as_few_even_parts_as_the_limit_allows(limit: int, exp
     ]
 
 
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(1, [1] * 40), (2, [*[2] * 16, *[1] * 8]), (9, [1, *[3] * 5, *[2] * 8, *[1] * 8])]
+)
+def test_the_units_that_a_backward_begins_with_are_short(limit: int, expected: list[int]) -> None:
+    count = sum(expected)
+    plan = merge_small_units(find_units(Ordered(layers=count), [Layer]), [1] * (count + 1), limit, short_last=True)
+    assert [len(unit.modules) for unit in plan.units[1:]] == expected
+    assert [path for unit in plan.units[1:] for path in unit.modules] == [f"layers.{k}" for k in range(count)]
+
+
 def test_the_largest_of_a_run_says_how_many_are_merged() -> None:
     plan = merge_small_units(find_units(Ordered(layers=3), [Layer]), [0, 1, 1, 3], 6)
     assert names(plan) == ["", "layers.0", "layers.1..2"]
@@ -95,8 +105,8 @@ def test_only_numbered_neighbours_of_one_class_in_one_list_are_merged() -> None:
     [
         ([0, 100, 100], 1, 1, 0),  # nothing is sent
         ([256 * MIB, MIB], 2, 2, 4 * MIB),
-        ([46 * MIB, MIB, MIB], 2, 2, 48 * MIB // 20),  # a tenth of what a rank keeps
-        ([46 * MIB, MIB, MIB], 8, 2, 48 * MIB // 20),
+        ([46 * MIB, MIB, MIB], 2, 2, 3 * MIB),  # an eighth of what a rank keeps
+        ([46 * MIB, MIB, MIB], 8, 2, 3 * MIB),
         ([0, 30 * MIB, 2 * MIB], 16, 16, 16 * MIB),
         ([0, 30 * MIB, 2 * MIB], 64, 64, 30 * MIB),  # as large as slots and buckets are anyway
         ([46 * MIB, MIB, MIB], 8, 1, 25 * MIB),  # whole weights
@@ -206,10 +216,11 @@ def _steps(model: MegatronFSDP, optimizer: torch.optim.Optimizer, count: int) ->
         (3, str(2 * LAYER_BYTES), 6, 5, 4),
         (1, ALL, 6, 2, 2),
         (0, ALL, 6, 0, 2),
-        # 40 small layers that a rank keeps whole are one unit; of cut ones, two are a tenth of the half that it keeps
+        # 40 small layers that a rank keeps whole are one unit; of cut ones, two are a tenth of the half that it keeps,
+        # and the last eight are single
         (0, None, 40, 0, 2),
-        (1, None, 40, None, 21),
-        (3, None, 40, None, 21),
+        (1, None, 40, None, 25),
+        (3, None, 40, None, 25),
     ],
 )
 @on_ranks(2)

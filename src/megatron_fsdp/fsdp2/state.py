@@ -275,7 +275,8 @@ class ShardState:
         root, *inner = named = list(self._named_states())
         mesh, states = self.plans.mesh, [state for _, state in named]
         held = [sum(each.shape.numel() * each.held.dtype.itemsize for each in state.params) for state in states]
-        limit = message_bytes(held, mesh.num_ranks, states[0].sharding.num_shards, given)
+        num_shards = states[0].sharding.num_shards
+        limit = message_bytes(held, mesh.num_ranks, num_shards, given)
         # Ranks may hold other shapes of parameters on other meshes, and of tensor-parallel parts; and those that may
         # skip units call neighbours in any order.
         meshes = (plans.mesh for state in states for plans in (state.plans, *state.other_plans))
@@ -288,7 +289,8 @@ class ShardState:
             else path  # of which there is one
             for path, state in inner
         ]
-        runs = small_neighbours([path for path, _ in inner], kinds, held[1:], limit)
+        paths = [path for path, _ in inner]
+        runs = small_neighbours(paths, kinds, held[1:], limit, short_last=given is None and num_shards > 1)
         return [[root], *([inner[index] for index in run] for run in runs)]
 
     def _large_ends(self, ignored: frozenset[int]) -> list[nn.Module]:

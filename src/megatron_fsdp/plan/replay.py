@@ -183,7 +183,8 @@ class _Unit:
     def __init__(self, index: int, unit: PlannedUnit, links: Links, passing: _Passing) -> None:
         self.index, self.label, self._links, self._passing = index, unit.name, links, passing
         self.sync_scope = SyncScope.EVERYWHERE  # set for each microbatch
-        self.group_plans = groups = unit.groups
+        self.modules, self.group_plans = unit.modules, unit.groups
+        groups = unit.groups
         trained = [group for group in groups if group.requires_grad]
         exchanged = [group for group in trained if group.exchanges_inner]
         outer = [group for group in trained if group.outer_buffer_bytes]

@@ -453,9 +453,14 @@ _WHOLE_BYTES = 25 * 2**20
 have no slots, and mostly no buckets: gradients are reduced where they stay."""
 
 
-_MOST_OF_A_SHARD = 1 / 10
+_MOST_OF_A_SHARD = 1 / 8
 """A merged unit's share of the weights that a rank keeps. Two slots, two buckets and scratch are as large, so merging
-adds at most a sixth to weights and Adam's state in one dtype."""
+adds at most a fifth to weights and Adam's state in one dtype."""
+
+_UNITS_OF_A_LENGTH = 8
+"""Units after which merged ones may have one module more, counted from the last unit of a list. When a backward begins
+all activations are alive, and slots and buckets come on top of them, so the units that it begins with are short. Of 48
+layers (2 ranks, gloo) 24 units in lengths of 1, 2 and 3 have the peak of 48 units, and step no slower than 24 pairs."""
 
 
 def message_bytes(unit_bytes: Sequence[int], num_ranks: int, num_shards: int, given: int | None = None) -> int:
@@ -504,10 +509,11 @@ def plan_units(
     if memory.message_bytes is None and memory.communication_unit_numel is not None:
         numels = [sum(params[name].numel() for name in unit.parameters) for unit in plan.units]
         return merge_small_units(plan, numels, memory.communication_unit_numel)
-    return merge_small_units(plan, held, message_bytes(held, num_ranks, num_shards, memory.message_bytes))
+    limit = message_bytes(held, num_ranks, num_shards, memory.message_bytes)
+    return merge_small_units(plan, held, limit, short_last=memory.message_bytes is None and num_shards > 1)
 
 
-def merge_small_units(plan: UnitPlan, sizes: Sequence[int], limit: int) -> UnitPlan:
+def merge_small_units(plan: UnitPlan, sizes: Sequence[int], limit: int, *, short_last: bool = False) -> UnitPlan:
     """Merge runs of small neighbouring units, up to a limit, so that each run is one all-gather.
 
     Units of one class are merged as `small_neighbours` says; ends stay apart. `sizes` are bytes or elements, as the
@@ -515,26 +521,39 @@ def merge_small_units(plan: UnitPlan, sizes: Sequence[int], limit: int) -> UnitP
     """
     root, *others = plan.units
     kinds = [f"end {unit.name}" if unit.is_end else unit.class_name for unit in others]
-    runs = small_neighbours([unit.name for unit in others], kinds, sizes[ROOT_UNIT + 1 :], limit)
+    runs = small_neighbours([unit.name for unit in others], kinds, sizes[ROOT_UNIT + 1 :], limit, short_last=short_last)
     return replace(plan, units=(root, *(_merged([others[index] for index in run]) for run in runs)))
 
 
 def small_neighbours(
-    paths: Sequence[str], kinds: Sequence[object], sizes: Sequence[int], limit: int
+    paths: Sequence[str], kinds: Sequence[object], sizes: Sequence[int], limit: int, *, short_last: bool
 ) -> list[tuple[int, ...]]:
     """Return runs of small neighbouring modules, by position; a module without neighbours is a run by itself.
 
     Neighbours are numbered modules of one kind in one list, one behind the other, such as `layers.3` and `layers.4`.
-    They are cut into as few runs as the limit allows, as even as possible.
+    They are cut into as few runs as the limit allows, as even as possible; with `short_last` the last runs are single
+    modules, and those before them become longer, see `_UNITS_OF_A_LENGTH`.
     """
     found: list[tuple[int, ...]] = []
     for _, numbered in groupby(range(len(paths)), key=lambda index: (_place(paths[index], index), kinds[index])):
         run = tuple(numbered)
         most = max(1, limit // max(1, *(sizes[index] for index in run)))
-        parts = -(-len(run) // most)
-        cuts = [len(run) * part // parts for part in range(parts + 1)]
+        cuts = _growing_cuts(len(run), most) if short_last else _even_cuts(len(run), most)
         found += [run[start:stop] for start, stop in pairwise(cuts)]
     return found
+
+
+def _even_cuts(count: int, most: int) -> list[int]:
+    parts = -(-count // most)
+    return [count * part // parts for part in range(parts + 1)]
+
+
+def _growing_cuts(count: int, most: int) -> list[int]:
+    cuts = [count]
+    while cuts[-1]:
+        length = min(most, 1 + (len(cuts) - 1) // _UNITS_OF_A_LENGTH)
+        cuts.append(max(0, cuts[-1] - length))
+    return cuts[::-1]
 
 
 def _place(path: str, position: int) -> tuple[object, ...]:
