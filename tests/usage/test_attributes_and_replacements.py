@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fsdp import fully_shard_model
-from megatron_fsdp.engine.hooks import ForwardGraph
+from megatron_fsdp.engine.hooks import ForwardGraph, _plain_attributes
 from megatron_fsdp.errors import ConfigurationError
 from megatron_fsdp.utils import (
     get_mcore_tensor_parallel_partition_dim,
     is_mcore_tensor_model_parallel,
     is_mcore_tensor_parallel_duplicated,
 )
+from megatron_fsdp.wrap.shard_unit import refuse_torch
 from tests.conftest import RunRanks
 from tests.support import api_net
 from tests.support.case import STRATEGIES, Scenario, Setting, check_strategies, each_half, shard, train_and_accumulate
@@ -68,6 +69,13 @@ def test_losses_in_attributes_of_layers_of_torch_are_found(before: dict[str, obj
     (found,), has_graph = graph.end()
     assert found is layer.loss
     assert has_graph
+
+
+def test_layers_of_torch_in_a_sharded_model_are_not_searched() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    refuse_torch(model)  # which marks every module
+    own = [_plain_attributes(layer) for layer in model]
+    assert own == [len(vars(layer)) for layer in model]
 
 
 # ---- modules that come later ----------------------------------------------------------------------------------------

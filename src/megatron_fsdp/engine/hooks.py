@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_of_transforms
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -291,7 +292,8 @@ def _declared_by_torch(kind: type[nn.Module]) -> set[str]:
     """Return the attributes that a layer of torch declares; none for other classes."""
     if not kind.__module__.startswith("torch.nn.modules."):
         return set()
-    return {"_buffers", *_OF_TORCH, *(name for base in kind.__mro__ for name in inspect.get_annotations(base))}
+    own = (name for base in kind.__mro__ for name in inspect.get_annotations(base))
+    return {"_buffers", REGISTRY_KEY, STATE_KEY, *_OF_TORCH, *own}  # the keys are of torch's `fully_shard` and its kind
 
 
 def _own_modules(module: nn.Module, others: Collection[int]) -> Iterator[nn.Module]:
