@@ -23,6 +23,10 @@ from megatron_fsdp.train.program import count_cores, rank_environment
 _LIMIT_S = 3600.0
 """Time limit of a whole measurement, in seconds; callers have shorter ones."""
 
+_KEEPS_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_MMAP_THRESHOLD_": str(2**33)}
+"""Variables with which the C library keeps what was freed, as allocators of devices do. Else thousands of page faults
+come or stay away by what ran before in the process: 10 % of a step of any contender."""
+
 _Found = TypeVar("_Found")
 RankFunction = Callable[[Any, torch.device, DeviceMesh], Any]
 """Called on every rank with the request, the rank's device and a mesh of one dimension, "dp"; returns a reading."""
@@ -42,7 +46,7 @@ def measure_on_ranks(
     The function is at the top of a module and the request travels as a pickle; None `threads`: a fair share of the
     cores. `simulated_ranks` is the size of the job that one process pretends to be the first rank of; 0: none.
     """
-    os.environ.update(rank_environment(os.environ, ranks, count_cores()))
+    os.environ.update(rank_environment(os.environ, ranks, count_cores()) | _KEEPS_FREED_MEMORY)
     share = int(os.environ["OMP_NUM_THREADS"]) if threads is None else threads
     job = (function, request, share, simulated_ranks)
     return run_on_local_ranks(_measure_here, job, ranks, device_type, _LIMIT_S)
