@@ -91,7 +91,7 @@ def _phases(rounds: int) -> Iterator[Run]:
     count = ("--rounds", str(rounds))
     yield Run("step-many-small-fused", "phases.py", ("step", "--model", "many-small", *count))
     yield Run("weights", "phases.py", ("weights", "--model", "gigabyte", "--rounds", "3"), 1200)
-    yield Run("start-many-small", "phases.py", ("start", "--model", "many-small", "--rounds", "2"))
+    yield Run("start-many-small", "phases.py", ("start", "--model", "many-small", *count))
     host = ("host", "--model", "narrow", "--simulated-ranks", "2")
     yield Run("host", "phases.py", (*host, *count))
     yield Run("simulated-8", "phases.py", ("host", "--model", "many-small", "--simulated-ranks", "8", *count))

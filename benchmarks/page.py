@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -189,6 +189,7 @@ def behind(results: Results) -> str:
             ]
             if worse:
                 told.append(f"- {what} of {titles[name]} over that of {titles[peer]}: {', '.join(worse)}")
+    told += [f"- {title}: {own / other:.2f}" for title, own, other in _parts(results) if own / other > _LEVEL]
     saved = results.get("checkpoints")
     for act in ("save", "load") if saved is not None else ():
         assert saved is not None
@@ -211,18 +212,22 @@ def _peak_ratio(lines: Mapping[str, Mapping[str, Any]], name: str, peer: str) ->
 
 def parts_table(results: Results) -> str:
     """Make a row for each part of a training that is measured alone: wall time beside that of a peer."""
-    rows = []
-    for run, phase, name, peer, title in _PARTS:
-        found = {(row["phase"], row["name"]): row for row in results[run]["rows"]} if run in results else {}
-        if (phase, name) in found and (phase, peer) in found:
-            own, other = (1e3 * found[phase, who]["wall_s"]["median"] for who in (name, peer))
-            rows.append([title, f"{own:,.1f}", f"{other:,.1f}", f"{own / other:.2f}"])
+    rows = [[title, f"{own:,.1f}", f"{other:,.1f}", f"{own / other:.2f}"] for title, own, other in _parts(results)]
     for who, title in (("ours", "in the foreground"), ("ours, in the background", "until training goes on")):
         if "checkpoints" in results:
             rows.append(
                 [f"save of 193 MiB, {title}", "-", "-", f"{saver_ratio(results['checkpoints'], who, 'save'):.2f}"]
             )
     return table(("", "this engine, ms", "FSDP2, ms", "ratio"), rows)
+
+
+def _parts(results: Results) -> Iterator[tuple[str, float, float]]:
+    """Iterate over the parts measured alone: title, and milliseconds of this engine and of its peer."""
+    for run, phase, name, peer, title in _PARTS:
+        found = {(row["phase"], row["name"]): row for row in results[run]["rows"]} if run in results else {}
+        if (phase, name) in found and (phase, peer) in found:
+            own, other = (1e3 * found[phase, who]["wall_s"]["median"] for who in (name, peer))
+            yield title, own, other
 
 
 _PARTS = (
@@ -235,7 +240,7 @@ _PARTS = (
         "fsdp2-muon",
         "Muon step, 4 ranks (FSDP2: all matrices on all)",
     ),
-    ("start-many-small", "wrapping", "ours-3", "fsdp2", "sharding 48 layers"),
+    ("start-many-small", "wrapping", "ours-3", "fsdp2", "sharding 48 layers, 965 tensors"),
     (
         "weights",
         "pass of whole weights",
