@@ -15,6 +15,7 @@ together. Buckets that a forward does not read are gathered when it ends.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 
@@ -35,6 +36,7 @@ def cut_buckets(
     """
     order = {info.name: number for number, info in enumerate(parameters)}
     open_buckets: dict[GroupKey, list[ParameterInfo]] = {}
+    filled = Counter[GroupKey]()  # elements of each open bucket
     closed: list[list[ParameterInfo]] = []
     for info in reversed(parameters):
         if not info.key.requires_grad:
@@ -44,8 +46,10 @@ def cut_buckets(
             continue
         bucket = open_buckets.setdefault(info.key, [])
         bucket.append(info)
-        if bucket_numel is not None and sum(member.numel for member in bucket) >= bucket_numel:
+        filled[info.key] += info.numel
+        if bucket_numel is not None and filled[info.key] >= bucket_numel:
             closed.append(open_buckets.pop(info.key))
+            del filled[info.key]
     closed += open_buckets.values()
     in_order = sorted(closed, key=lambda bucket: order[bucket[-1].name])
     return tuple(tuple(info.name for info in reversed(bucket)) for bucket in in_order)

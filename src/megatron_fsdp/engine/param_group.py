@@ -518,7 +518,7 @@ class ParameterGroup:
                 for hook in hooks:
                     param.register_post_accumulate_grad_hook(hook)  # called once the gradient is reduced
             sharded.append(param)
-            setattr(original, REPLACED, self.names[index])
+            setattr(original, REPLACED, self.plan.spec.parameters[index].name)
         self.sharded = tuple(sharded)
 
     def _make_full(self, index: int, original: nn.Parameter, empty: Any) -> nn.Parameter:
@@ -528,7 +528,8 @@ class ParameterGroup:
         param = nn.Parameter(whole, requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)
         # Parametrizations begin by setting a parameter to itself, which would count as a change of what autograd saves.
-        param.set_ = functools.partial(_set_to_itself, self.names[index], id(param))  # type: ignore[assignment]
+        name = self.plan.spec.parameters[index].name
+        param.set_ = functools.partial(_set_to_itself, name, id(param))  # type: ignore[assignment]
         for hook in (original._backward_hooks or {}).values():
             param.register_hook(hook)  # called with this rank's gradient before it is reduced, as under DDP
         return param
