@@ -237,6 +237,16 @@ def test_merged_units_take_one_message_each(
 
 
 @on_ranks(2)
+def test_the_usual_bucket_is_that_of_most_modules() -> None:
+    model, _ = _wrap(3, None, 50)  # eight units of three layers, nine of two and eight of one
+    executor = engine_of(model).executor
+    sizes = sorted({unit.bucket_bytes for unit in engine_of(model).units[1:] if len(unit.modules) > 1})
+    assert [len(unit.modules) for unit in engine_of(model).units[1:]] == [2, *[3] * 8, *[2] * 8, *[1] * 8]
+    block = executor._buckets.borrow(sizes[-1])
+    assert not executor._buckets.is_long(block)
+
+
+@on_ranks(2)
 def test_faults_are_told_in_words() -> None:
     assert "message_bytes (of memory) is 0 on rank 0, 1 on rank 1" in refusal(_wrap, 3, str(dist.get_rank()))
     assert refusal(_wrap, 3, "4MB") == (
