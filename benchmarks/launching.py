@@ -23,9 +23,9 @@ from megatron_fsdp.train.program import count_cores, rank_environment
 _LIMIT_S = 3600.0
 """Time limit of a whole measurement, in seconds; callers have shorter ones."""
 
-_KEEPS_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_MMAP_THRESHOLD_": str(2**33)}
-"""Variables with which the C library keeps what was freed, as allocators of devices do. Else thousands of page faults
-come or stay away by what ran before in the process: 10 % of a step of any contender."""
+_KEEPS_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_MMAP_MAX_": "0"}
+"""Variables with which glibc keeps what was freed, as allocators of devices do. Else a step of any contender has
+thousands of page faults or none, depending on what ran before in the process: up to 10 % of its time."""
 
 _Found = TypeVar("_Found")
 RankFunction = Callable[[Any, torch.device, DeviceMesh], Any]

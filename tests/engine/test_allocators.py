@@ -8,7 +8,7 @@ import torch
 
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import WeightAllocator
-from megatron_fsdp.engine.memory import Block, BlockPool, CommunicationPool
+from megatron_fsdp.engine.memory import Block, BlockPool, CommunicationPool, usual_size
 from megatron_fsdp.engine.plans import Use, prefetch_depth
 from megatron_fsdp.errors import ConfigurationError
 from tests.conftest import RunRanks
@@ -178,6 +178,21 @@ def test_an_end_waits_for_its_neighbour_and_its_neighbour_for_it() -> None:
         lent.append(pool.borrow(num_bytes))
         assert sum(block.held_bytes for block in lent) == held
     assert len(log) == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "modules", "expected"),
+    [
+        ([64, 64, 96], [1, 1, 1], 64),  # two blocks and a head
+        ([64, 96], [1, 1], 96),
+        ([*[260] * 4, *[192] * 3, *[128] * 8, *[64] * 8], [*[4] * 4, *[3] * 3, *[2] * 8, *[1] * 8], 260),  # padded
+        ([64, 64, 300], [1, 1, 2], 64),  # two different modules by one call
+        ([5, 0, 0], [0, 1, 1], 0),  # frozen, beside a bucket of parameters
+        ([], [], 0),
+    ],
+)
+def test_merged_units_are_of_the_usual_size(sizes: list[int], modules: list[int], expected: int) -> None:
+    assert usual_size(sizes, modules) == expected
 
 
 def test_as_many_units_are_gathered_ahead_as_fit_whichever_they_are() -> None:

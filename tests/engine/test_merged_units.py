@@ -13,7 +13,15 @@ from torch import nn
 
 from megatron_fsdp import MegatronFSDP
 from megatron_fsdp.config.engine_options import MemoryOptions
-from megatron_fsdp.sharding.units import UnitPlan, UnitSpec, find_units, merge_small_units, message_bytes, plan_units
+from megatron_fsdp.sharding.units import (
+    MergeLimit,
+    UnitPlan,
+    UnitSpec,
+    find_units,
+    merge_limit,
+    merge_small_units,
+    plan_units,
+)
 from tests.conftest import RunRanks
 from tests.engine.test_skipped_units import Skips
 from tests.support.arrangements import Arrangement
@@ -56,7 +64,7 @@ def names(plan: UnitPlan) -> list[str]:
 )
 def test_a_run_is_cut_into_as_few_even_parts_as_the_limit_allows(limit: int, expected: list[str]) -> None:
     sizes = [10, *[LAYER_BYTES] * 5]
-    plan = merge_small_units(find_units(Ordered(layers=5), [Layer]), sizes, limit * LAYER_BYTES)
+    plan = merge_small_units(find_units(Ordered(layers=5), [Layer]), sizes, MergeLimit(*[limit * LAYER_BYTES] * 2))
     assert names(plan) == expected
     paths = [path for unit in plan.units[1:] for path in unit.modules]
     assert paths == [f"layers.{k}" for k in range(5)]
@@ -66,17 +74,31 @@ def test_a_run_is_cut_into_as_few_even_parts_as_the_limit_allows(limit: int, exp
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"), [(1, [1] * 40), (2, [*[2] * 16, *[1] * 8]), (9, [1, *[3] * 5, *[2] * 8, *[1] * 8])]
+    ("limit", "expected"),
+    [
+        ((1, 1), [1] * 40),
+        ((2, 1), [*[2] * 16, *[1] * 8]),
+        ((9, 1), [1, *[3] * 5, *[2] * 8, *[1] * 8]),
+        ((9, 2), [1, *[3] * 5, *[2] * 8]),  # as a large head allows
+    ],
 )
-def test_the_units_that_a_backward_begins_with_are_short(limit: int, expected: list[int]) -> None:
+def test_the_units_that_a_backward_begins_with_are_short(limit: tuple[int, int], expected: list[int]) -> None:
     count = sum(expected)
-    plan = merge_small_units(find_units(Ordered(layers=count), [Layer]), [1] * (count + 1), limit, short_last=True)
+    plan = merge_small_units(find_units(Ordered(layers=count), [Layer]), [1] * (count + 1), MergeLimit(*limit))
     assert [len(unit.modules) for unit in plan.units[1:]] == expected
     assert [path for unit in plan.units[1:] for path in unit.modules] == [f"layers.{k}" for k in range(count)]
 
 
+def test_only_the_last_units_of_the_whole_model_are_short() -> None:
+    lists = [UnitSpec.of_module(f"{name}.{k}", (f"{name}.{k}.w",), "Layer") for name in "ab" for k in range(9)]
+    both = UnitPlan((UnitSpec.of_module("", (), "Net"), *lists), "given", ())
+    plan = merge_small_units(both, [1] * 19, MergeLimit(4, 1))
+    assert [unit.name for unit in plan.units[1:7]] == ["a.0", "a.1..2", "a.3..4", "a.5..6", "a.7..8", "b.0"]
+    assert len(plan.units) == 1 + 5 + 9
+
+
 def test_the_largest_of_a_run_says_how_many_are_merged() -> None:
-    plan = merge_small_units(find_units(Ordered(layers=3), [Layer]), [0, 1, 1, 3], 6)
+    plan = merge_small_units(find_units(Ordered(layers=3), [Layer]), [0, 1, 1, 3], MergeLimit(6, 6))
     assert names(plan) == ["", "layers.0", "layers.1..2"]
 
 
@@ -94,7 +116,7 @@ def test_only_numbered_neighbours_of_one_class_in_one_list_are_merged() -> None:
         ("b.7", "Other", True),
     ]
     units = tuple(UnitSpec.of_module(name, (f"{name}.w",), kind, is_end=end) for name, kind, end in described)
-    merged = merge_small_units(UnitPlan(units, "given", ()), [1] * len(units), 100)
+    merged = merge_small_units(UnitPlan(units, "given", ()), [1] * len(units), MergeLimit(100, 100))
     assert names(merged) == ["", "first", "second", "a.0..1", "a.3", "b.4", "b.5..6", "b.7"]
     assert merged.units[3].class_name == "Layer"
     assert (merged.source, merged.aliases) == ("given", ())
@@ -103,36 +125,36 @@ def test_only_numbered_neighbours_of_one_class_in_one_list_are_merged() -> None:
 @pytest.mark.parametrize(
     ("unit_bytes", "num_ranks", "num_shards", "expected"),
     [
-        ([0, 100, 100], 1, 1, 0),  # nothing is sent
-        ([256 * MIB, MIB], 2, 2, 4 * MIB),
-        ([46 * MIB, MIB, MIB], 2, 2, 3 * MIB),  # an eighth of what a rank keeps
-        ([46 * MIB, MIB, MIB], 8, 2, 3 * MIB),
-        ([0, 30 * MIB, 2 * MIB], 16, 16, 16 * MIB),
-        ([0, 30 * MIB, 2 * MIB], 64, 64, 30 * MIB),  # as large as slots and buckets are anyway
-        ([46 * MIB, MIB, MIB], 8, 1, 25 * MIB),  # whole weights
+        ([0, 100, 100], 1, 1, (0, 0)),  # nothing is sent
+        ([256 * MIB, MIB], 2, 2, (4 * MIB, MIB)),
+        ([46 * MIB, MIB, MIB], 2, 2, (3 * MIB, MIB)),  # an eighth of what a rank keeps
+        ([46 * MIB, MIB, MIB], 8, 2, (3 * MIB, MIB)),
+        ([0, 30 * MIB, 2 * MIB], 16, 16, (16 * MIB, 16 * MIB)),
+        ([0, 30 * MIB, 2 * MIB], 64, 64, (30 * MIB, 30 * MIB)),  # as large as slots and buckets are anyway
+        ([46 * MIB, MIB, MIB], 8, 1, (25 * MIB, 25 * MIB)),  # whole weights
     ],
 )
 def test_the_size_of_a_message_grows_with_the_ranks_while_that_costs_little_memory(
-    unit_bytes: list[int], num_ranks: int, num_shards: int, expected: int
+    unit_bytes: list[int], num_ranks: int, num_shards: int, expected: tuple[int, int]
 ) -> None:
-    assert message_bytes(unit_bytes, num_ranks, num_shards) == expected
+    assert merge_limit(unit_bytes, num_ranks, num_shards) == expected
 
 
 @pytest.mark.parametrize(
     ("numel", "message", "expected"),
     [
-        (None, None, ["", *(f"layers.{k}" for k in range(5))]),  # a fifth of the weights is too much of the peak
-        (3 * LAYER_BYTES // 4, None, ["", "layers.0..1", "layers.2..4"]),
-        (3 * LAYER_BYTES // 4, 0, ["", *(f"layers.{k}" for k in range(5))]),
+        (None, None, ["", *(f"layers.{k}" for k in range(20))]),  # an eighth of the half that a rank keeps is one layer
+        (10 * LAYER_BYTES // 4, None, ["", "layers.0..9", "layers.10..19"]),
+        (10 * LAYER_BYTES // 4, 0, ["", *(f"layers.{k}" for k in range(20))]),
     ],
 )
 def test_options_say_how_much_is_merged(numel: int | None, message: int | None, expected: list[str]) -> None:
-    memory = MemoryOptions(communication_unit_numel=numel, message_bytes=message)
-    assert names(plan_units(Ordered(layers=5), [Layer], memory, 2, 2, shapes_are_alike=True)) == expected
-    each = ["", *(f"layers.{k}" for k in range(5))]
-    assert names(plan_units(Ordered(layers=5), [Layer], memory, 2, 2, shapes_are_alike=False)) == each
-    finer = plan_units(Ordered(layers=5), [Layer], replace(memory, fine_grained=True), 2, 2, shapes_are_alike=True)
-    assert len(finer.units) == 11
+    memory, model = MemoryOptions(communication_unit_numel=numel, message_bytes=message), Ordered(layers=20)
+    assert names(plan_units(model, [Layer], memory, 2, 2, shapes_are_alike=True)) == expected
+    each = ["", *(f"layers.{k}" for k in range(20))]
+    assert names(plan_units(model, [Layer], memory, 2, 2, shapes_are_alike=False)) == each
+    finer = plan_units(model, [Layer], replace(memory, fine_grained=True), 2, 2, shapes_are_alike=True)
+    assert len(finer.units) == 41
 
 
 # ---- against one process -----------------------------------------------------------------------------------------
@@ -216,8 +238,8 @@ def _steps(model: MegatronFSDP, optimizer: torch.optim.Optimizer, count: int) ->
         (3, str(2 * LAYER_BYTES), 6, 5, 4),
         (1, ALL, 6, 2, 2),
         (0, ALL, 6, 0, 2),
-        # 40 small layers that a rank keeps whole are one unit; of cut ones, two are a tenth of the half that it keeps,
-        # and the last eight are single
+        # 40 small layers that a rank keeps whole are one unit. Of cut ones two and a half are an eighth of the half
+        # that it keeps: 16 pairs, the last eight single, and the root.
         (0, None, 40, 0, 2),
         (1, None, 40, None, 25),
         (3, None, 40, None, 25),
@@ -234,16 +256,6 @@ def test_merged_units_take_one_message_each(
     sent = model.traffic().since(before)
     assert sent.reductions == reductions
     assert sent.gathers == gathers or gathers is None
-
-
-@on_ranks(2)
-def test_the_usual_bucket_is_that_of_most_modules() -> None:
-    model, _ = _wrap(3, None, 50)  # eight units of three layers, nine of two and eight of one
-    executor = engine_of(model).executor
-    sizes = sorted({unit.bucket_bytes for unit in engine_of(model).units[1:] if len(unit.modules) > 1})
-    assert [len(unit.modules) for unit in engine_of(model).units[1:]] == [2, *[3] * 8, *[2] * 8, *[1] * 8]
-    block = executor._buckets.borrow(sizes[-1])
-    assert not executor._buckets.is_long(block)
 
 
 @on_ranks(2)

@@ -394,3 +394,15 @@ def test_a_root_of_several_modules_merges_below_each() -> None:
     fully_shard(model, mesh=mesh)
     assert_same(train(model), train(source, alone=True))
     assert unit_names(model) == ["", "first..last", "layers.0..5"]
+
+
+@on_ranks(2)
+def test_the_units_that_a_backward_begins_with_are_short() -> None:
+    os.environ.pop("MFSDP_MESSAGE_BYTES", None)
+    model = Ordered(tuple(range(40)), 40)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)(torch.ones(2, FEATURES))
+    engine = engine_of_model(model)
+    assert engine is not None
+    assert [len(unit.modules) for unit in engine.units] == [1, *[2] * 16, *[1] * 8]

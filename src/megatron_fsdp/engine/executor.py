@@ -132,17 +132,20 @@ class Executor:
     def make_block_pools(self) -> None:
         """Make the pools of buckets and scratch, sized for the current communication dtypes."""
         make_room = weakly(self._retire_oldest)  # See Note [Weak references]
-        pool, root = self.pool, self._units[ROOT_UNIT]
-        # Once for each module, so that most modules of a merged model decide which size is the usual one.
-        by_module = [unit for unit in self._units for _ in unit.modules or (None,)]
-        others = [unit.bucket_bytes for unit in by_module if unit is not root]
+        pool, modules = self.pool, [len(unit.modules) for unit in self._units]
+        sizes = [unit.bucket_bytes for unit in self._units]
+        root, others = sizes[: ROOT_UNIT + 1], sizes[ROOT_UNIT + 1 :]
         # The root is reduced last, but its bucket may fill from the first gradient on: in the pool of the others it
         # would hold back one of theirs for the whole backward.
-        self._root_bucket = BlockPool(pool, Use.ROOT_BUCKET, 1, [root.bucket_bytes], make_room)
-        self._buckets = BlockPool(pool, Use.BUCKET, self.bucket_count, others, make_room)
-        exchanged = [unit.scratch_bytes for unit in by_module]
+        self._root_bucket = BlockPool(pool, Use.ROOT_BUCKET, 1, root, make_room)
+        self._buckets = BlockPool(
+            pool, Use.BUCKET, self.bucket_count, others, make_room, modules=modules[ROOT_UNIT + 1 :]
+        )
+        exchanged = [unit.scratch_bytes for unit in self._units]
         # one for each reduction that may be in flight while another bucket fills
-        self._scratch = BlockPool(pool, Use.SCRATCH, max(1, self.bucket_count - 1), exchanged, make_room)
+        self._scratch = BlockPool(
+            pool, Use.SCRATCH, max(1, self.bucket_count - 1), exchanged, make_room, modules=modules
+        )
         outer_buffer = max(outer_buffer_offsets(unit.group_plans)[1] for unit in self._units)
         self._outer_buffers = BlockPool(pool, Use.OUTER_BUFFER, OUTER_REDUCTIONS, [outer_buffer], make_room)
 

@@ -233,17 +233,25 @@ class CommunicationPool:
 class BlockPool:
     """A few blocks that are borrowed and given back, each as long as its borrower needs.
 
-    `make_room` waits for a reduction and gives its block back, or returns False where none is in flight.
+    `sizes_bytes` are those of all borrowers, and `modules` the number of modules of each, for `usual_size`. `make_room`
+    waits for a reduction and gives its block back, or returns False where none is in flight.
     """
 
     def __init__(
-        self, pool: CommunicationPool, use: Use, count: int, sizes_bytes: Sequence[int], make_room: Callable[[], object]
+        self,
+        pool: CommunicationPool,
+        use: Use,
+        count: int,
+        sizes_bytes: Sequence[int],
+        make_room: Callable[[], object],
+        *,
+        modules: Sequence[int] = (),
     ) -> None:
         self._pool = pool
         self._use = use
         self._count = count
         self._num_bytes = num_bytes = max(sizes_bytes, default=0)
-        self._usual_bytes = most_common(sizes_bytes)
+        self._usual_bytes = usual_size(sizes_bytes, modules or (1,) * len(sizes_bytes))
         self._make_room = make_room
         self._made = [pool.make(use, number, num_bytes) for number in range(pool.planned(use, num_bytes))]
         self._free = list(self._made)
@@ -288,7 +296,7 @@ class BlockPool:
         self._free.insert(sum(free.held_bytes > 0 for free in self._free), block)
 
     def is_long(self, block: Block) -> bool:
-        """Return True if a block holds more than most borrowers need."""
+        """Return True if a block holds more than the usual size."""
         return not block.is_persistent and block.held_bytes > self._usual_bytes
 
     def set_count(self, count: int) -> None:
@@ -314,10 +322,20 @@ class BlockPool:
         return sum(block.held_bytes for block in self._made)
 
 
-def most_common(sizes: Sequence[int]) -> int:
-    """Return the most common size, of several the largest; 0 if there are no sizes."""
-    counts = Counter(sizes)
-    return max(counts, key=lambda size: (counts[size], size), default=0)
+_PADDING_SHARE = 16
+
+
+def usual_size(sizes: Sequence[int], modules: Sequence[int]) -> int:
+    """Return the usual size of units: the largest of those that have the most common size for each of their modules.
+
+    So merged units count as usual, whatever their number of modules. Sizes for each module may differ by padding, less
+    than a sixteenth. Of several that are equally common the largest counts; 0 if there are no sizes.
+    """
+    each = [size // max(1, count) for size, count in zip(sizes, modules, strict=True)]
+    counts = Counter(each)
+    common = max(counts, key=lambda size: (counts[size], size), default=0)
+    alike = (size for size, one in zip(sizes, each, strict=True) if abs(one - common) * _PADDING_SHARE <= common)
+    return max(alike, default=0)
 
 
 def weakly(method: Callable[[], Result]) -> Callable[[], Result | None]:

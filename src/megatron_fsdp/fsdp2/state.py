@@ -48,7 +48,13 @@ from megatron_fsdp.fsdp2.shared_units import Settings, SharedUnits, check_before
 from megatron_fsdp.optim.state_dict import cut_state
 from megatron_fsdp.optim.watch import watched_engines
 from megatron_fsdp.sharding.mesh import RankMesh, groups_reaching_all, make_group_of_all_ranks, rank_mesh_of
-from megatron_fsdp.sharding.units import ends_of_vocabulary, message_bytes, name_of_neighbours, small_neighbours
+from megatron_fsdp.sharding.units import (
+    MergeLimit,
+    ends_of_vocabulary,
+    merge_limit,
+    name_of_neighbours,
+    small_neighbours,
+)
 from megatron_fsdp.wrap.shard_unit import WITHOUT_JOIN, KnownPlans, finish_in_place, shard_in_place
 
 _END_REMEDY = (
@@ -275,13 +281,12 @@ class ShardState:
         root, *inner = named = list(self._named_states())
         mesh, states = self.plans.mesh, [state for _, state in named]
         held = [sum(each.shape.numel() * each.held.dtype.itemsize for each in state.params) for state in states]
-        num_shards = states[0].sharding.num_shards
-        limit = message_bytes(held, mesh.num_ranks, num_shards, given)
+        limit = merge_limit(held, mesh.num_ranks, states[0].sharding.num_shards, given)
         # Ranks may hold other shapes of parameters on other meshes, and of tensor-parallel parts; and those that may
         # skip units call neighbours in any order.
         meshes = (plans.mesh for state in states for plans in (state.plans, *state.other_plans))
         if self.ranks_may_skip_units or mesh.tensor_parallel is not None or any(each is not mesh for each in meshes):
-            limit = 0
+            limit = MergeLimit(0, 0)
         outer = {state._around() for state in states if state._around is not None}
         kinds = [
             (type(state.modules[0]), state.sharding, state.settings)
@@ -289,8 +294,7 @@ class ShardState:
             else path  # of which there is one
             for path, state in inner
         ]
-        paths = [path for path, _ in inner]
-        runs = small_neighbours(paths, kinds, held[1:], limit, short_last=given is None and num_shards > 1)
+        runs = small_neighbours([path for path, _ in inner], kinds, held[1:], limit)
         return [[root], *([inner[index] for index in run] for run in runs)]
 
     def _large_ends(self, ignored: frozenset[int]) -> list[nn.Module]:

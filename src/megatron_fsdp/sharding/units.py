@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from types import CodeType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -454,33 +454,42 @@ have no slots, and mostly no buckets: gradients are reduced where they stay."""
 
 
 _MOST_OF_A_SHARD = 1 / 8
-"""A merged unit's share of the weights that a rank keeps. Two slots, two buckets and scratch are as large, so merging
-adds at most a fifth to weights and Adam's state in one dtype."""
+"""A merged unit's share of the weights that a rank keeps. Two slots, two buckets and scratch are as large, so where few
+activations are alive merging adds about a fifth of weights and Adam's state in one dtype."""
 
 _UNITS_OF_A_LENGTH = 8
-"""Units after which merged ones may have one module more, counted from the last unit of a list. When a backward begins
-all activations are alive, and slots and buckets come on top of them, so the units that it begins with are short. Of 48
-layers (2 ranks, gloo) 24 units in lengths of 1, 2 and 3 have the peak of 48 units, and step no slower than 24 pairs."""
+"""The last eight units of a model are as short as `MergeLimit.last` says, the eight before them may have a module more,
+and so on. A backward begins at the end, while all activations are alive, and slots and buckets come on top of them;
+when it comes to longer units activations are gone. Of 48 layers of width 128 (2 ranks, gloo), 24 units of one to three
+have the peak of 48 units, and step no slower than 24 pairs."""
 
 
-def message_bytes(unit_bytes: Sequence[int], num_ranks: int, num_shards: int, given: int | None = None) -> int:
-    """Return the size in bytes below which neighbouring units are merged: the given one, or by the number of ranks.
+class MergeLimit(NamedTuple):
+    """The sizes up to which neighbouring units are merged, in bytes or elements; 0: never."""
+
+    size: int
+    last: int  # the same for the last units of a model
+
+
+def merge_limit(unit_bytes: Sequence[int], num_ranks: int, num_shards: int, given: int | None = None) -> MergeLimit:
+    """Return the limit in bytes: the given one, or by the number of ranks.
 
     0 on one rank, which sends nothing.
 
     It grows with the ranks as far as the peak does not: slots and buckets become as large as the largest unit anyway.
-    What merging adds to the peak is a small share of what a rank keeps: one of `num_shards` shards of the weights that
-    are updated. `unit_bytes` are those of the full weights of each unit, the root first.
+    Beyond that it is a small share of what a rank keeps, one of `num_shards` shards of the weights that are updated,
+    and the last units are shorter. `unit_bytes` are those of the full weights of each unit, the root first.
     """
     if given is not None:
-        return given
+        return MergeLimit(given, given)
     if num_ranks == 1:
-        return 0
+        return MergeLimit(0, 0)
     if num_shards == 1:
-        return _WHOLE_BYTES
+        return MergeLimit(_WHOLE_BYTES, _WHOLE_BYTES)
     largest = max(unit_bytes[ROOT_UNIT + 1 :], default=0)
     fast = max(_LATENCY_BYTES, min(num_ranks * _LATENCY_BYTES_PER_RANK, largest))
-    return min(fast, max(largest, int(_MOST_OF_A_SHARD * sum(unit_bytes) / num_shards)))
+    share = int(_MOST_OF_A_SHARD * sum(unit_bytes) / num_shards)
+    return MergeLimit(min(fast, max(largest, share)), min(fast, largest))
 
 
 def plan_units(
@@ -508,12 +517,12 @@ def plan_units(
     held = [sum(params[name].nbytes for name in unit.parameters) for unit in plan.units]
     if memory.message_bytes is None and memory.communication_unit_numel is not None:
         numels = [sum(params[name].numel() for name in unit.parameters) for unit in plan.units]
-        return merge_small_units(plan, numels, memory.communication_unit_numel)
-    limit = message_bytes(held, num_ranks, num_shards, memory.message_bytes)
-    return merge_small_units(plan, held, limit, short_last=memory.message_bytes is None and num_shards > 1)
+        given = memory.communication_unit_numel
+        return merge_small_units(plan, numels, MergeLimit(given, given))
+    return merge_small_units(plan, held, merge_limit(held, num_ranks, num_shards, memory.message_bytes))
 
 
-def merge_small_units(plan: UnitPlan, sizes: Sequence[int], limit: int, *, short_last: bool = False) -> UnitPlan:
+def merge_small_units(plan: UnitPlan, sizes: Sequence[int], limit: MergeLimit) -> UnitPlan:
     """Merge runs of small neighbouring units, up to a limit, so that each run is one all-gather.
 
     Units of one class are merged as `small_neighbours` says; ends stay apart. `sizes` are bytes or elements, as the
@@ -521,39 +530,34 @@ def merge_small_units(plan: UnitPlan, sizes: Sequence[int], limit: int, *, short
     """
     root, *others = plan.units
     kinds = [f"end {unit.name}" if unit.is_end else unit.class_name for unit in others]
-    runs = small_neighbours([unit.name for unit in others], kinds, sizes[ROOT_UNIT + 1 :], limit, short_last=short_last)
+    runs = small_neighbours([unit.name for unit in others], kinds, sizes[ROOT_UNIT + 1 :], limit)
     return replace(plan, units=(root, *(_merged([others[index] for index in run]) for run in runs)))
 
 
 def small_neighbours(
-    paths: Sequence[str], kinds: Sequence[object], sizes: Sequence[int], limit: int, *, short_last: bool
+    paths: Sequence[str], kinds: Sequence[object], sizes: Sequence[int], limit: MergeLimit
 ) -> list[tuple[int, ...]]:
     """Return runs of small neighbouring modules, by position; a module without neighbours is a run by itself.
 
     Neighbours are numbered modules of one kind in one list, one behind the other, such as `layers.3` and `layers.4`.
-    They are cut into as few runs as the limit allows, as even as possible; with `short_last` the last runs are single
-    modules, and those before them become longer, see `_UNITS_OF_A_LENGTH`.
+    Under one limit they are cut into as few runs as it allows, as even as possible. With a smaller one for the last
+    units the runs at the end of the model are short, and those before them longer (`_UNITS_OF_A_LENGTH`).
     """
-    found: list[tuple[int, ...]] = []
-    for _, numbered in groupby(range(len(paths)), key=lambda index: (_place(paths[index], index), kinds[index])):
-        run = tuple(numbered)
-        most = max(1, limit // max(1, *(sizes[index] for index in run)))
-        cuts = _growing_cuts(len(run), most) if short_last else _even_cuts(len(run), most)
-        found += [run[start:stop] for start, stop in pairwise(cuts)]
-    return found
-
-
-def _even_cuts(count: int, most: int) -> list[int]:
-    parts = -(-count // most)
-    return [count * part // parts for part in range(parts + 1)]
-
-
-def _growing_cuts(count: int, most: int) -> list[int]:
-    cuts = [count]
-    while cuts[-1]:
-        length = min(most, 1 + (len(cuts) - 1) // _UNITS_OF_A_LENGTH)
-        cuts.append(max(0, cuts[-1] - length))
-    return cuts[::-1]
+    by_place = groupby(range(len(paths)), key=lambda index: (_place(paths[index], index), kinds[index]))
+    found: list[tuple[int, ...]] = []  # from the last one on
+    for run in reversed([tuple(numbered) for _, numbered in by_place]):
+        most, shortest = (max(1, bound // max(1, *(sizes[index] for index in run))) for bound in limit)
+        if shortest == most:
+            parts = -(-len(run) // most)
+            cuts = [len(run) * part // parts for part in range(parts, -1, -1)]
+            found += [run[start:stop] for stop, start in pairwise(cuts)]
+            continue
+        stop = len(run)
+        while stop:
+            start = max(0, stop - min(most, shortest + len(found) // _UNITS_OF_A_LENGTH))
+            found.append(run[start:stop])
+            stop = start
+    return found[::-1]
 
 
 def _place(path: str, position: int) -> tuple[object, ...]:
