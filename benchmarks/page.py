@@ -40,8 +40,8 @@ _METHOD = f"""\
 
 - All contenders train the same model from the same weights on the same data with fused AdamW, in the same processes,
   over gloo with default settings. They take turns, one step each, in an order that rotates. The C library keeps the
-  memory that they free, as allocators of GPUs do; not so in the three runs of before 30 November 19:00: those beside
-  DeepSpeed, and Muon on four ranks with 965 tensors.
+  memory that they free, as allocators of GPUs do. Three older runs were made without that: the two beside DeepSpeed,
+  and Muon on four ranks with 965 tensors.
 - The floor is each rank training alone, without communication: 1.00 would be free. `wire-0` and `wire-3` are the
   collectives of strategies 0 and 3 without any training: what the back end itself takes.
 - A ratio is the median over rounds of two contenders' times in the same round. Wall time is the slowest rank's.

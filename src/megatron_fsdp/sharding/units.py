@@ -460,15 +460,15 @@ activations are alive merging adds about a fifth of weights and Adam's state in 
 _UNITS_OF_A_LENGTH = 8
 """The last eight units of a model are as short as `MergeLimit.last` says, the eight before them may have a module more,
 and so on. A backward begins at the end, while all activations are alive, and slots and buckets come on top of them;
-when it comes to longer units activations are gone. Of 48 layers of width 128 (2 ranks, gloo), 24 units of one to three
-have the peak of 48 units, and step no slower than 24 pairs."""
+when it reaches longer units, many activations are freed. 48 layers of width 128 (2 ranks, gloo) in 24 units of one to
+three have the peak of 48 separate units, and their step takes no longer than that of 24 pairs."""
 
 
 class MergeLimit(NamedTuple):
     """The sizes up to which neighbouring units are merged, in bytes or elements; 0: never."""
 
-    size: int
-    last: int  # the same for the last units of a model
+    size: int  # of any merged unit
+    last: int  # of the last units of a model; equal to `size` where all may be as long
 
 
 def merge_limit(unit_bytes: Sequence[int], num_ranks: int, num_shards: int, given: int | None = None) -> MergeLimit:
