@@ -47,8 +47,9 @@ def address_of(tensor: Tensor) -> int:
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return the addresses of several tensors; faster than one by one if none is fake."""
-    return tuple(map(address_of if FakeTensor in map(type, tensors) else Tensor.data_ptr, tensors))
+    """Return the addresses of several tensors, which are all fake or none; faster than one by one."""
+    is_fake = bool(tensors) and isinstance(tensors[0], FakeTensor)
+    return tuple(map(address_of if is_fake else Tensor.data_ptr, tensors))
 
 
 def backend_of(group: dist.ProcessGroup) -> str:

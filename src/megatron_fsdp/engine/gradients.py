@@ -712,6 +712,7 @@ class GradientBuffers:
             for index in plain:
                 params[index].grad = None
         cast = None if self.shown_dtype == self.precision.main_grads else self.main.local.to(self.precision.main_params)
+        renewed: list[tuple[nn.Parameter, ParameterGradient, torch.Tensor]] = []
         for index, (param, each, shown) in enumerate(zip(params, self.of_parameter, found, strict=True)):
             # A parameter that no rank used has a sum of zeros, and keeps None: weight decay and momentum leave it
             # alone.
@@ -721,11 +722,15 @@ class GradientBuffers:
                     grad = self.main.view(index, describe)
                 else:
                     grad = describe(index, shard_view(self.layout, self.main.region, cast, index))
-                if grad is not shown:
-                    with plain_attributes():
-                        setattr(param, self.grad_attribute, grad)
-                each.attached = True
+                if grad is shown:
+                    each.attached = True
+                else:
+                    renewed.append((param, each, grad))
             each.arrived = each.was_set = False
+        with plain_attributes():
+            for param, each, grad in renewed:
+                setattr(param, self.grad_attribute, grad)
+                each.attached = True
         self.renewed = False
 
     @property

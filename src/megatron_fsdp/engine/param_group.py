@@ -226,6 +226,7 @@ class ParameterGroup:
         )
         places = zip(originals, self._make_placeholders(), strict=True)
         self.full = tuple(self._make_full(index, *place) for index, place in enumerate(places))
+        self._has_parts = any(isinstance(param, DTensor) for param in self.full)
         self._placeholders: list[Any] = []  # made when memory is first given back, and then kept
         self._pointed_to: torch.Tensor | None = None  # memory that the full parameters are views of
         # The memory that they were views of last, and these views: units are gathered into the same memory over and
@@ -317,7 +318,9 @@ class ParameterGroup:
     def _was_cast(self) -> bool:
         """Return True if any full parameter is not a view of its memory any more."""
         # Plain, or tensor-parallel parts: those that wrap encoded weights are views of nothing.
-        local = tuple(param._local_tensor if isinstance(param, DTensor) else param for param in self.full)
+        local: tuple[torch.Tensor, ...] = self.full
+        if self._has_parts:
+            local = tuple(map(local_tensor, self.full))
         return addresses_of(local) != addresses_of(self._full_views)
 
     @property
