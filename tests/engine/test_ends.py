@@ -109,7 +109,11 @@ CASES = {
 
 def train(run: Run) -> None:
     if run.sharded is not None:
-        assert [unit.name for unit in engine_of(run.sharded).units] == UNITS
+        engine = engine_of(run.sharded)
+        # Small ends stay in the root where weights stay whole.
+        are_whole = engine.options.strategy is ShardingStrategy.no_shard and dist.get_world_size() > 1
+        units = [name for name in UNITS if not (are_whole and name in ("tokens", "head"))]
+        assert [unit.name for unit in engine.units] == units
     train_and_evaluate(run)
     with run.no_sync():
         run.backward(20, 21)
@@ -238,7 +242,7 @@ def test_a_weight_that_is_read_where_its_unit_does_not_run_is_refused_by_name(nu
     batches = [case.make_batch(2, torch.Generator().manual_seed(rank)) for rank in range(num_ranks)]
     for batch in batches:
         (case.loss(plain, batch) / num_ranks).backward()
-    for strategy in (3, 0) if num_ranks == 2 and reader == "linear" else (3,):
+    for strategy in (3, 1) if num_ranks == 2 and reader == "linear" else (3,):
         for grad in (True, False):
             model, _ = shard(case, fsdp_unit_modules=None, zero_dp_strategy=strategy)
             with torch.enable_grad() if grad else torch.inference_mode():

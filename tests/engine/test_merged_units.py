@@ -157,6 +157,35 @@ def test_options_say_how_much_is_merged(numel: int | None, message: int | None, 
     assert len(finer.units) == 41
 
 
+class _Language(nn.Module):
+    """An embedding of `rows` x 128 floats, two small blocks and a head of 32,768 x 128 (16 MiB)."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(rows, 128)
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(2))
+        self.head = nn.Linear(128, 32768)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_ranks", "num_shards", "ends"),
+    [
+        (8192, 2, 1, ["embed", "head"]),  # 4 MiB
+        (8191, 2, 1, ["head"]),  # its message would be a short one
+        (8191, 2, 2, ["embed", "head"]),  # memory of gathered weights counts
+        (8191, 1, 1, ["embed", "head"]),  # nothing is sent
+    ],
+)
+def test_small_ends_stay_in_the_root_where_weights_stay_whole(
+    rows: int, num_ranks: int, num_shards: int, ends: list[str]
+) -> None:
+    with torch.device("meta"):
+        model = _Language(rows)
+    plan = plan_units(model, None, MemoryOptions(), num_ranks, num_shards, shapes_are_alike=True)
+    assert [unit.name for unit in plan.units if unit.is_end] == ends
+    assert ("embed.weight" in plan.units[0].parameters) == ("embed" not in ends)
+
+
 # ---- against one process -----------------------------------------------------------------------------------------
 
 

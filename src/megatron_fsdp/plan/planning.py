@@ -374,10 +374,11 @@ _SMALL_SHARE = 0.1
 
 
 def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: ComputeProfile | None = None) -> Plan:
-    """Plan a run of a workload on a machine; a `profile` of an earlier plan with equal recomputation is reused."""
+    """Plan a run of a workload on a machine; a `profile` of a plan with equal units and recomputation is reused."""
     model, share = plan_model(workload.module, setup, workload.unit_modules), workload.share
-    if profile is None:
-        profile = _profile(workload, model)
+    names = [path for unit in model.units for path in unit.modules]
+    if profile is None or set(profile.unit_names) != set(names):
+        profile = _profile(workload, model, names)
     model = replace(model, used=profile.used)
     exchanges: tuple[Exchange, ...] = ()
     saved_microbatches = 0.0
@@ -400,9 +401,9 @@ def plan_workload(workload: Workload, setup: Setup, machine: Machine, profile: C
     return Plan(workload, model, machine, profile, step, memory, _traffic(step, exchanges, setup, machine))
 
 
-def _profile(workload: Workload, model: PlannedModel) -> ComputeProfile:
-    """Profile a microbatch, by formulas or by running it once on the meta device."""
-    setup, names = model.setup, [path for unit in model.units for path in unit.modules]
+def _profile(workload: Workload, model: PlannedModel, names: Sequence[str]) -> ComputeProfile:
+    """Profile a microbatch of units' modules, by formulas or by running it once on the meta device."""
+    setup = model.setup
     if workload.share is not None:
         return share_profile(workload.share, setup, workload.module, names)
     try:

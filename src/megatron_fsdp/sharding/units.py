@@ -224,6 +224,7 @@ def find_units(
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | Literal["auto"] | None,
     *,
     adds_ends: bool = False,
+    least_end_bytes: int = 0,
 ) -> UnitPlan:
     """Find the units of a model.
 
@@ -233,6 +234,8 @@ def find_units(
     * None or ``"auto"``: the classes that the model names in ``_no_split_modules``, as Hugging Face models do; else
       repeated blocks, which are the children of a ``ModuleList`` or ``Sequential`` of which at least two share a class.
       Beside them, embeddings and linear layers that are large (`large_ends` has the rule).
+
+    Ends below `least_end_bytes` stay in the root.
 
     Modules without parameters are never units, nor is a module that owns none of its parameters because all are tied to
     others outside.
@@ -247,6 +250,9 @@ def find_units(
         names = ", ".join(cls.__name__ for cls in classes)
         source = f"given classes {names}" if classes else "no classes given"
         ends = ends_of_vocabulary(module, found) if adds_ends and "" not in found else {}
+    ends = {
+        name: end for name, end in ends.items() if sum(param.nbytes for param in end.parameters()) >= least_end_bytes
+    }
     if ends:
         ids = {id(unit) for unit in (*found.values(), *ends.values())}
         found = _outermost(module, lambda candidate: id(candidate) in ids)
@@ -507,7 +513,9 @@ def plan_units(
     `shapes_are_alike`: all ranks hold tensors of the same shapes. Experts and tensor-parallel parts may not, and then
     nothing is merged, since all ranks have to merge the same.
     """
-    plan = find_units(module, unit_modules, adds_ends=memory.cuts_root)
+    # Where weights and buckets stay whole, an end by itself saves no memory, and a small one is a message more.
+    least_end_bytes = _LATENCY_BYTES if num_shards == 1 < num_ranks else 0
+    plan = find_units(module, unit_modules, adds_ends=memory.cuts_root, least_end_bytes=least_end_bytes)
     memory.check_plan(len(plan.units) - 1)
     if memory.fine_grained:
         return refine_units(module, plan, memory.whole_types)
