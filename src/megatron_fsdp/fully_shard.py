@@ -401,8 +401,9 @@ def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt
     Raises:
         ConfigurationError: It has no parameters, or holds one that is not sharded, or several models and experts.
     """
+    from megatron_fsdp.engine.engine import engine_of_param
     from megatron_fsdp.optim.chained import members_of
-    from megatron_fsdp.optim.local_step import engine_of, params_of
+    from megatron_fsdp.optim.local_step import params_of
     from megatron_fsdp.optim.optimizer import (
         Engines,
         check_connected,
@@ -430,7 +431,7 @@ def fully_shard_optimizer(optimizer: _Optimizer, preproc_state_dict_for_dcp_ckpt
         raise ConfigurationError(
             "the model whose parameters the optimizer holds has been deleted; keep what fully_shard_model returned"
         ) from None
-    engines = list(dict.fromkeys(map(engine_of, owned)))
+    engines = list(dict.fromkeys(map(engine_of_param, owned)))
     check_connected(optimizer, Engines(engines))
     _check_several(optimizer, engines)
     facts = facts_of(optimizer) | {"preproc_state_dict_for_dcp_ckpt": str(preproc_state_dict_for_dcp_ckpt)}

@@ -1,6 +1,8 @@
 """Optimizers whose step runs on local tensors: what stepping DTensors gives, and seen as DTensors by all."""
 
+import copy
 import io
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
 from megatron_fsdp.errors import ShardOperationError
 from tests.support.api_net import Layer, Net, backward, batches, build, largest_difference, mesh, weights
@@ -71,6 +73,10 @@ def bf16() -> Net:
 
 def wrap(build_model: Callable[[], nn.Module], strategy: int) -> MegatronFSDP:
     return fully_shard_model(build_model(), mesh(), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+
+
+def one_unit(model: nn.Module, strategy: int) -> MegatronFSDP:
+    return fully_shard_model(model, mesh(), fsdp_unit_modules=[type(model)], zero_dp_strategy=strategy)
 
 
 def connect(model: MegatronFSDP, make: Make, on_dtensors: bool = False) -> torch.optim.Optimizer:
@@ -287,6 +293,10 @@ def two_groups(optimizer: Any) -> None:
         optimizer.param_groups[0]["params"] = params[::2]
 
 
+def halve_one_moment(optimizer: Any) -> None:
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg_sq"].mul_(0.5)
+
+
 def load_from_a_file(optimizer: Any) -> None:
     """Each number of steps has a memory of its own then."""
     file = io.BytesIO()
@@ -303,6 +313,7 @@ DEEDS = (
     replace_one_gradient,
     two_groups,
     load_from_a_file,
+    halve_one_moment,
 )
 
 
@@ -342,7 +353,7 @@ def assert_same(ends: Iterable[list[dict[str, Tensor]]]) -> None:
 def test_what_is_done_between_steps_has_the_effect_that_it_has_on_dtensors(
     variant: str, build_model: Callable[[], nn.Module], deed: Callable[[Any], None]
 ) -> None:
-    model = fully_shard_model(build_model(), mesh(), zero_dp_strategy=3)
+    model = one_unit(build_model(), 3)
     start = [param.detach().clone() for param in model.parameters()]
     ends = []
     for on_dtensors in (False, True):
@@ -355,6 +366,162 @@ def test_what_is_done_between_steps_has_the_effect_that_it_has_on_dtensors(
     steps = same_on_ranks([end["step"].item() for end in ends[0] if "step" in end])
     wanted = {"leave_one_out": {3.0, 5.0}, **{key: {2.0, 5.0} for key in ("set_back_one_number", "forget_one_state")}}
     assert set(steps) - {0.0} == wanted.get(deed.__name__, {5.0})  # 0: blank state, of what is never used
+
+
+@pytest.mark.parametrize("deed", [leave_one_out, replace_one_gradient])
+@on_ranks(3)
+def test_a_first_step_may_leave_out_what_later_ones_join(deed: Callable[[Any], None]) -> None:
+    ends = []
+    for on_dtensors in (False, True):
+        model = one_unit(tight(), 3)
+        optimizer = connect(model, VARIANTS["adamw"], on_dtensors)
+        ends.append(end_after(lambda _model, own: deed(own), (0, 3), optimizer, model, 5))
+    assert_same(ends)
+
+
+@on_ranks(2)
+def test_numbers_that_a_file_has_set_apart_are_counted_apart_from_then_on() -> None:
+    """One number of steps is set after the load, when no step has joined the states yet, and back after two steps."""
+    ends = []
+    for on_dtensors in (False, True):
+        model = one_unit(tight(), 0)
+        optimizer: Any = connect(model, VARIANTS["adamw"], on_dtensors)
+
+        def change(_model: Any, own: Any) -> None:
+            last = own.state[own.param_groups[0]["params"][-1]]
+            if last["step"] == 2:
+                load_from_a_file(own)
+                own.state[own.param_groups[0]["params"][-1]]["step"].fill_(7.0)
+            else:
+                last["step"].fill_(4.0)
+
+        ends.append(end_after(change, (2, 4), optimizer, model, 6))
+    assert_same(ends)
+    assert {end["step"].item() for end in ends[0]} == {6.0}
+
+
+# ---- neighbours ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), [(0, 2), (2, 3), (3, 3)])
+@on_ranks()
+def test_neighbours_are_stepped_as_one_tensor(strategy: int) -> None:
+    """From the first step on and after a load, with state in one memory; on 3 ranks the layout has a gap."""
+    model = one_unit(tight(), strategy)
+    optimizer = connect(model, VARIANTS["adamw"])
+    shown: list[list[int]] = []
+    optimizer.register_step_pre_hook(
+        lambda _own, args, _kwargs: shown.append([param.numel() for param in args[0].param_groups[0]["params"]])
+    )
+    elements = sum(param.to_local().numel() for param in model.parameters())
+    for number, batch in enumerate(batches(4)):
+        if number == 2:
+            load_from_a_file(optimizer)
+        optimizer.zero_grad()
+        backward(model, batch)
+        optimizer.step()
+        for key in ("exp_avg", "exp_avg_sq"):
+            storages = {
+                state[key].to_local().untyped_storage()._cdata: state[key].to_local().untyped_storage().nbytes()
+                for state in optimizer.state.values()
+                if state[key].to_local().numel()
+            }
+            assert (len(storages), sum(storages.values())) == (len(shown[-1]), 4 * elements)
+    assert [sum(sizes) for sizes in shown] == [elements] * 4
+    assert {len(sizes) for sizes in shown} <= ({1} if torch.distributed.get_world_size() == 2 else {1, 2})
+    numbers = {state["step"].untyped_storage()._cdata for state in optimizer.state.values()}
+    assert len(numbers) == len(shown[-1])
+
+
+@on_ranks(2)
+def test_states_stay_where_they_are_and_every_write_is_noticed() -> None:
+    """After a state dict, too; numbers of the user's own are left alone; each step raises every version counter."""
+    model = one_unit(tight(), 3)
+    optimizer = connect(model, VARIANTS["adamw"])
+    params = list(model.parameters())
+    own = {param: torch.tensor(1.0) for param in params}
+    found = []
+    for number, batch in enumerate(batches(4)):
+        optimizer.zero_grad()
+        backward(model, batch)
+        versions = [param.to_local()._version for param in params]
+        optimizer.step()
+        if number < 3:
+            states = [optimizer.state[param] for param in params]
+            found.append([(each["step"].data_ptr(), each["exp_avg"].to_local().data_ptr()) for each in states])
+        assert all(param.to_local()._version > seen for param, seen in zip(params, versions, strict=True))
+        optimizer.state_dict()
+        if number == 2:
+            for param, value in own.items():
+                optimizer.state[param]["own"] = value
+    assert found[0] == found[1] == found[2]
+    assert all(optimizer.state[param]["own"] is value for param, value in own.items())
+    assert {state["step"].item() for state in optimizer.state.values()} == {4.0}
+
+
+@on_ranks(2)
+def test_a_number_that_a_hook_sets_after_another_has_looked_stays_set() -> None:
+    ends = []
+    for on_dtensors in (False, True):
+        model = one_unit(tight(), 3)
+        optimizer: Any = connect(model, VARIANTS["adamw"])
+        optimizer.register_step_pre_hook(lambda _own, args, _kwargs: args[0].param_groups and None)
+
+        def change(own: Any, _args: Any, _kwargs: Any) -> None:
+            if own.state and own.state[own.param_groups[0]["params"][0]]["step"] == 2:
+                set_back_one_number(own)
+
+        optimizer.register_step_pre_hook(change)
+        if on_dtensors:
+            optimizer.register_step_pre_hook(lambda own, args, kwargs: ((own, *args[1:]), kwargs))
+        ends.append(end_after(lambda *_: None, (), optimizer, model, 4))
+    assert_same(ends)
+    assert {end["step"].item() for end in ends[0]} == {2.0, 4.0}
+
+
+@on_ranks(2)
+def test_tensors_of_nobodys_model_and_gradients_that_are_cast_are_stepped_one_by_one() -> None:
+    model = one_unit(tight(), 3)
+    params = list(model.parameters())
+    other = nn.Parameter(torch.zeros_like(params[0]))
+    other.grad = torch.ones_like(other)
+    optimizer = optim.AdamW([*params, other], lr=0.5)  # not connected
+    backward(model, next(batches(1)))
+    optimizer.step()
+    assert torch.allclose(other.to_local(), torch.tensor(-0.5))  # type: ignore[attr-defined]
+
+    model = fully_shard_model(
+        tight(),
+        mesh(),
+        fsdp_unit_modules=[nn.Sequential],
+        mixed_precision_policy=MixedPrecisionPolicy(main_grads_dtype=torch.float64),
+    )
+    connected = connect(model, VARIANTS["adamw"])
+    for batch in batches(2):
+        backward(model, batch)
+        connected.step()
+    held = [state["exp_avg"].to_local() for state in connected.state.values()]
+    filled = [each for each in held if each.numel()]
+    assert len({each.untyped_storage()._cdata for each in filled}) == len(filled) > 1
+
+
+@on_ranks(1)
+def test_what_is_large_is_stepped_by_itself() -> None:
+    """A weight of 1.5 MiB between small ones, which are joined up to 1 MiB."""
+    widths = [*[64] * 3, 6144, *[64] * 3]
+    layers = [nn.Linear(inputs, outputs, bias=False) for inputs, outputs in itertools.pairwise(widths)]
+    for strategy in (0, 3):
+        model = one_unit(copy.deepcopy(nn.Sequential(*layers)), strategy)
+        optimizer = connect(model, VARIANTS["adamw fused"])
+        shown: list[int] = []
+        optimizer.register_step_pre_hook(
+            lambda _own, args, _kwargs, shown=shown: shown.extend(
+                param.numel() for param in args[0].param_groups[0]["params"]
+            )
+        )
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        assert shown == [2 * 64 * 64, 64 * 6144, 6144 * 64, 2 * 64 * 64]
 
 
 @on_ranks(3)

@@ -114,6 +114,11 @@ def engine_of_model(model: object) -> Engine:
     return next(iter(found.values()))
 
 
+def engine_of_param(param: torch.Tensor) -> Engine:
+    """Return the engine of the model of a sharded parameter; raise a ScheduleError if the model was deleted."""
+    return alive(param._fsdp_engine)  # type: ignore[attr-defined]
+
+
 def ranks_of_model(model: object) -> tuple[dist.ProcessGroup | None, ...]:
     """Return groups that reach all ranks of a model; none if the model is not sharded."""
     try:

@@ -28,7 +28,7 @@ from megatron_fsdp.config.engine_options import (
     resolve_verify_ranks,
 )
 from megatron_fsdp.config.precision import MixedPrecisionPolicy, check_policy
-from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.engine import Engine, engine_of_param
 from megatron_fsdp.engine.param_group import ParameterGroup
 from megatron_fsdp.engine.plans import Sharding
 from megatron_fsdp.engine.schedule import SyncMode
@@ -36,7 +36,7 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, NotSupportedYetError, Remedies, ScheduleError, warn_caller
 from megatron_fsdp.experimental.placement import Flat, Placements
 from megatron_fsdp.formats.quantized import take_quantized_apart
-from megatron_fsdp.optim.local_step import engine_of, params_of
+from megatron_fsdp.optim.local_step import params_of
 from megatron_fsdp.optim.optimizer import connect_with_hooks
 from megatron_fsdp.sharding.mesh import rank_mesh_of
 from megatron_fsdp.sharding.placement import Placement as OnAxis
@@ -535,7 +535,7 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer, *, precision_aware: 
     for param in params:
         if not isinstance(param, nn.Parameter):
             raise TypeError(f"the optimizer holds a {type(param).__name__}; build it on the module's parameters")
-    engines = list(dict.fromkeys(engine_of(param) for param in params if hasattr(param, "_fsdp_engine")))
+    engines = list(dict.fromkeys(engine_of_param(param) for param in params if hasattr(param, "_fsdp_engine")))
     if precision_aware and any(
         group.plan.precision.main_grads != group.plan.precision.main_params
         for engine in engines

@@ -10,6 +10,8 @@ instead has that step run on DTensors.)
 
     optimizer.param_groups[i]["params"][j]   a DTensor      view: a plain tensor over the same memory
     optimizer.state[param]["exp_avg"]        a DTensor      view: a plain tensor over the same memory
+
+In the view small neighbours are one plain tensor (`segments.py`).
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from torch.optim import Optimizer
 from megatron_fsdp.comm.collectives import CommStream, Work, finish_stream, make_comm_stream
 from megatron_fsdp.dtensor.shard_spec import ShardSpec
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.engine import Engine, alive
+from megatron_fsdp.engine.engine import engine_of_param
 from megatron_fsdp.engine.gradients import GRAD, get_grads, plain_attributes
 from megatron_fsdp.engine.memory import FlatBuffer, allocate
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.optim.segments import Segment, State, find_segments
 from megatron_fsdp.sharding.placement import Layout, Region
 
 SHARDED_STATE: dict[type[Optimizer], frozenset[str]] = {
@@ -51,8 +54,6 @@ SHARDED_STATE: dict[type[Optimizer], frozenset[str]] = {
 }
 """Optimizers that compute each element from its own gradient and state alone, with the state that is sharded as its
 parameter; all other state is numbers. These exact classes: a subclass may do anything."""
-
-State = dict[str, Any]
 
 
 def steps_locally(optimizer: Optimizer) -> bool:
@@ -115,11 +116,6 @@ def without_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in state.items() if isinstance(key, str)}
 
 
-def engine_of(param: Tensor) -> Engine:
-    """Return the engine of the model of a sharded parameter; raise a ScheduleError if the model was deleted."""
-    return alive(param._fsdp_engine)  # type: ignore[attr-defined]
-
-
 class LocalStep(Step):
     """Steps a view of one optimizer over local tensors, without communication; between steps it holds no gradients.
 
@@ -155,7 +151,8 @@ class LocalStep(Step):
             ]
         elif not steps_locally(optimizer) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return optimizer
-        self._view = _LocalTensors(optimizer, self._streams, groups, check, None if groups else self._kept)
+        kept, self._kept = self._kept, None  # so that nobody else holds it
+        self._view = _LocalTensors(optimizer, self._streams, groups, check, None if groups else kept)
         return _view_of(optimizer, self._view)
 
     def finish(self, _optimizer: Optimizer) -> None:
@@ -171,6 +168,10 @@ class LocalStep(Step):
         self._kept = None if view is None else view.kept
 
 
+Piece = tuple[slice, Segment | None]
+"""Parameters of a group, by position, that are stepped as one segment, or one by one."""
+
+
 class _Kept:
     """The local tensors of a step, which the next one shows again if nothing was exchanged: so it nearly always is.
 
@@ -183,10 +184,13 @@ class _Kept:
         groups: Sequence[Mapping[str, Any]],
         local: list[list[Tensor]],
         states: dict[Tensor, State],
+        pieces: list[list[Piece]],
     ) -> None:
         self.params = [list(group["params"]) for group in groups]
         self.local = local  # of each group
-        self.states = states  # by local parameter
+        self.states = states  # by local parameter, or segment of them
+        self.pieces = pieces  # of each group
+        self.segments = [segment for of_group in pieces for _, segment in of_group if segment is not None]
         self._memory = [list(map(_local_tensor, params)) for params in self.params]
         self.note_states(optimizer)
 
@@ -242,6 +246,7 @@ class _LocalTensors:
     ) -> None:
         self._optimizer = optimizer
         self.groups = groups or ()  # to be shown instead of all current ones
+        self._joins = groups is None and streams is None  # neighbours to segments, which are kept for the next step
         self._check = check  # of what hooks may have changed
         self._streams = streams  # where state moves, if it does
         self._sharded = SHARDED_STATE[type(optimizer)]
@@ -261,15 +266,17 @@ class _LocalTensors:
         groups: list[dict[str, Any]] = self._optimizer.param_groups if not self.groups else list(self.groups)
         with plain_attributes():
             if self.kept is None or not self.kept.is_of(self._optimizer, groups):
+                self.kept = None  # frees its states, before others are joined
                 self.kept = self._localise(groups)
-            self._shows_kept = self.kept is not None and self._set_gradients(self.kept)
-        if self.kept is None or not self._shows_kept or any(group.get("differentiable") for group in groups):
+            local = None if self.kept is None else self._with_gradients(self.kept)
+            self._shows_kept = local is not None
+        if self.kept is None or local is None or any(group.get("differentiable") for group in groups):
             self.hand_over_state()
             if self._streams is not None and _pages(self._optimizer):
                 raise _cannot_page(self._optimizer)
             return groups
         self.state = self.kept.states
-        shown = [{**group, "params": params} for group, params in zip(groups, self.kept.local, strict=True)]
+        shown = [{**group, "params": params} for group, params in zip(groups, local, strict=True)]
         if self._streams is not None:
             return _StepChunks(shown, groups, self.kept.states, self._sharded, self._streams)
         return shown
@@ -294,33 +301,62 @@ class _LocalTensors:
                     if is_sharded and not _is_sharded_as(param.shard_spec, value):
                         return None
                     state[key] = value._local_tensor if is_sharded else value
-        return _Kept(self._optimizer, groups, shown, states)
+        pieces: list[list[Piece]] = []
+        for group, local_params in zip(groups, shown, strict=True):
+            pieces.append([] if self._joins else [(slice(None), None)])
+            for members, segment in find_segments(group["params"], local_params, states) if self._joins else ():
+                if segment is not None and segment.try_to_join_states(self._sharded):
+                    self._move_states(segment.params, segment.local, states)
+                    pieces[-1].append((members, segment))
+                else:
+                    pieces[-1].append((members, None))
+        return _Kept(self._optimizer, groups, shown, states, pieces)
 
     @staticmethod
-    def _set_gradients(kept: _Kept) -> bool:
-        """Set the local parameters' gradients; return False if one is not sharded as its parameter."""
-        for params, local_params in zip(kept.params, kept.local, strict=True):
-            for param, local, grad in zip(params, local_params, get_grads(params, GRAD), strict=True):
-                if grad is not None:
-                    if grad.dtype != local.dtype or not _is_sharded_as(param.shard_spec, grad):
-                        return False
-                    local.grad = _local_tensor(grad)
-        return True
+    def _with_gradients(kept: _Kept) -> list[list[Tensor]] | None:
+        """Return each group's local tensors with their gradients; None if one is not sharded as its parameter."""
+        shown: list[list[Tensor]] = []
+        for params, local_params, pieces in zip(kept.params, kept.local, kept.pieces, strict=True):
+            grads = get_grads(params, GRAD)
+            shown.append([])
+            for members, segment in pieces:
+                if segment is not None and segment.try_to_show(grads[members]):
+                    shown[-1].append(segment.whole)
+                    continue
+                for param, local, grad in zip(params[members], local_params[members], grads[members], strict=True):
+                    if grad is not None:
+                        if grad.dtype != local.dtype or not _is_sharded_as(param.shard_spec, grad):
+                            return None
+                        local.grad = _local_tensor(grad)
+                shown[-1] += local_params[members]
+        return shown
 
     def hand_over_state(self) -> None:
         """Move the state that the step has made to the optimizer, sharded as its parameter where it has its shape."""
         self.state, kept = self._optimizer.state, self.kept
         if kept is None:
             return
-        for local in itertools.chain.from_iterable(kept.local):
+        for local in itertools.chain(*kept.local, (segment.whole for segment in kept.segments)):
             local.grad = None  # whose memory is given back between steps
         if not self._shows_kept:
             return
         self._shows_kept = False
-        if not kept.has_new_states():
+        has_new_states = kept.has_new_states()
+        for segment in kept.segments:
+            segment.share_states()
+        if not has_new_states:
             return
-        for param, local in zip(*map(itertools.chain.from_iterable, (kept.params, kept.local)), strict=True):
-            state = kept.states[local]
+        for params, local_params in zip(kept.params, kept.local, strict=True):
+            self._move_states(params, local_params, kept.states)
+        kept.note_states(self._optimizer)
+        if any(segment.lacks_state for segment in kept.segments):
+            self.kept = None  # to be joined at the next step
+
+    def _move_states(
+        self, params: Sequence[UnevenDTensor], local: Sequence[Tensor], states: dict[Tensor, State]
+    ) -> None:
+        for param, shard in zip(params, local, strict=True):
+            state = states[shard]
             if not state:
                 continue
             own = self._optimizer.state[param]
@@ -329,7 +365,6 @@ class _LocalTensors:
                     own[key] = value
                 elif own.get(key) is None or own[key]._local_tensor is not value:
                     own[key] = UnevenDTensor.wrap(value, param.shard_spec)
-        kept.note_states(self._optimizer)
 
 
 class _StateStreams:
@@ -494,7 +529,7 @@ def memory_of(param: Tensor) -> tuple[StateMemory | None, int]:
 
     None if its state is not offloaded, or lies beside offloaded main weights, where the optimizer allocates it.
     """
-    group, index = engine_of(param).group_and_index[id(param)]
+    group, index = engine_of_param(param).group_and_index[id(param)]
     plan = group.plan
     if not plan.offload.optimizer_state or not plan.requires_grad or plan.offloads_main:
         return None, index

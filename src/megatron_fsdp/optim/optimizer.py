@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from megatron_fsdp.comm.agreement import Groups, all_agree
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.engine import Engine, engine_of_param
 from megatron_fsdp.engine.gradients import GRAD
 from megatron_fsdp.errors import ConfigurationError, RankError, ScheduleError, warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit, BlocksStep, problem_of_blocks
@@ -42,7 +42,6 @@ from megatron_fsdp.optim.local_step import (
     LocalStep,
     Step,
     check_offload,
-    engine_of,
     move_to_offload,
     params_of,
     steps_locally,
@@ -416,7 +415,7 @@ def _make_step(optimizer: Optimizer) -> Step:
 
 def _moves_state(optimizer: Optimizer) -> bool:
     """Return True if state of some parameters of an optimizer is offloaded."""
-    return any(engine_of(param).options.offload.optimizer_state for param in params_of(optimizer))
+    return any(engine_of_param(param).options.offload.optimizer_state for param in params_of(optimizer))
 
 
 def _agree_after(optimizer: Optimizer) -> None:

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from megatron_fsdp.comm.agreement import Groups, Problem, ask
 from megatron_fsdp.dtensor.shard_spec import no_write_items
 from megatron_fsdp.dtensor.tensor import UnevenDTensor
-from megatron_fsdp.engine.engine import Engine
+from megatron_fsdp.engine.engine import Engine, engine_of_param
 from megatron_fsdp.errors import CheckpointError, warn_caller
 from megatron_fsdp.optim.adamw8bit import AdamW8bit
 from megatron_fsdp.optim.chained import ChainedOptimizer, members_of
 from megatron_fsdp.optim.full_tensor.step import steps_owned
-from megatron_fsdp.optim.local_step import engine_of, params_of
+from megatron_fsdp.optim.local_step import params_of
 from megatron_fsdp.state.experts import state_as_held, state_as_saved
 from megatron_fsdp.state.state_dict import is_cut_by_torch, other_shards
 
@@ -34,7 +34,7 @@ def as_saved(engines: Iterable[Engine], optimizer: Optimizer, state_dict: StateD
     """Describe the chunks of state tensors, which the optimizer itself makes, when they are about to be saved."""
     alive = list(engines)
     for param, number in _numbered(optimizer, state_dict):
-        group, index = engine_of(param).group_and_index[id(param)]
+        group, index = engine_of_param(param).group_and_index[id(param)]
         for value in state_dict["state"].get(number, {}).values():
             if isinstance(value, DTensor) and value.shape == param.shape:
                 group.describe_chunks(index, value)
@@ -101,7 +101,8 @@ Lost = dict[torch.Tensor, str]
 
 def _frozen_without_state(optimizer: Optimizer, state_dict: StateDict) -> Lost:
     """Find frozen parameters without state in a state dict, which `dcp.load` could not fill."""
-    names = {key: name for param in params_of(optimizer) for key, name in engine_of(param).sharded_names().items()}
+    engines = set(map(engine_of_param, params_of(optimizer)))
+    names = {key: name for engine in engines for key, name in engine.sharded_names().items()}
     return {
         param: names[id(param)]
         for param, number in _numbered(optimizer, state_dict)
@@ -156,7 +157,7 @@ def _cut_as(param: DTensor, key: str, value: Any) -> Any:
         return value if is_same else UnevenDTensor.wrap(value._local_tensor, param.shard_spec)
     if isinstance(value, DTensor) and not isinstance(param, UnevenDTensor):
         return value
-    return engine_of(param).shard_like(param, value.full_tensor() if isinstance(value, DTensor) else value)
+    return engine_of_param(param).shard_like(param, value.full_tensor() if isinstance(value, DTensor) else value)
 
 
 def _with_numbers(state_dict: StateDict) -> StateDict:
@@ -207,7 +208,7 @@ def with_blank_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         for param, number in zip(group["params"], packed["params"], strict=True):
             makes = is_known and param.requires_grad
             if is_known and not makes:  # frozen after the model was sharded, it may have been trained before
-                makes = engine_of(param).group_and_index[id(param)][0].gradients is not None
+                makes = engine_of_param(param).group_and_index[id(param)][0].gradients is not None
             found = had.get(number) or (_first_state(owner, group, param) if makes else None)
             if found:
                 state[number] = found

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from megatron_fsdp.config.ddp_config import ShardingStrategy, resolve_strategy
@@ -52,6 +54,7 @@ class LocalShard(NamedTuple):
     kind: OptimizerKind
     is_offloaded: bool = False  # its main weights
     state_is_offloaded: bool = False
+    segment: str = ""  # the first parameter of the shards that are stepped with it as one tensor
 
     @property
     def numel(self) -> int:
@@ -96,7 +99,8 @@ class OptimizerKind:
 
     def borrowed_bytes(self, shards: Sequence[LocalShard]) -> int:
         """Count the bytes that a step on shards borrows."""
-        sizes = [shard.num_bytes for shard in shards]
+        by_segment = groupby(shards, key=attrgetter("segment"))
+        sizes = [sum(shard.num_bytes for shard in members) for _, members in by_segment]
         if not self.one_by_one:
             return self.temporaries * sum(sizes)
         first, second = nlargest(2, [*sizes, 0, 0])  # the last value of the one before is still there

@@ -98,6 +98,12 @@ class PlannedModel:
 
     def local_shards_of(self, group: GroupPlan) -> list[LocalShard]:
         """List the shard of each parameter of a group in this rank's main weights."""
+        names = [info.name for info in group.spec.parameters]
+        used = [index for index, name in enumerate(names) if self.used is None or name in self.used]
+        cuts = group.layout.segments_in(group.main_region, used, group.precision.main_params.itemsize)
+        # State that is moved is stepped parameter by parameter.
+        cuts = [] if group.offload.optimizer_state else cuts
+        first_of = {names[index]: names[used[cut.start]] for cut in cuts for index in used[cut]}
         return [
             LocalShard(
                 info.name,
@@ -106,6 +112,7 @@ class PlannedModel:
                 OPTIMIZERS["momentum"] if info.name in self.matrices else self.setup.optimizer,
                 group.offloads_main,
                 group.offload.optimizer_state > 0,
+                first_of.get(info.name, info.name),
             )
             for index, info in enumerate(group.spec.parameters)
         ]

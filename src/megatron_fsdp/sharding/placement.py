@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, Protocol
 
 import torch
@@ -223,6 +224,11 @@ def gradient_reduction(
 # ---- the places of tensors in a buffer -------------------------------------------------------------------------------
 
 
+SEGMENT_BYTES = 2**20
+"""Bytes up to which neighbouring shards are stepped as one tensor. Beyond them memory bandwidth decides the time of a
+step; and where torch steps one tensor after another, its temporary memory grows with the largest tensor."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Tensors in one flat buffer of `num_shards * shard_numel` elements.
@@ -293,6 +299,22 @@ class Layout:
                 found.append((first, first + stop - start, shape))
             self._by_region[region] = tuple(found)
         return self._by_region[region]
+
+    def segments_in(self, region: Region, indexes: Sequence[int], itemsize: int) -> list[slice]:
+        """Cut tensors into segments, whose shards follow one another in a region, of `SEGMENT_BYTES` at most.
+
+        `indexes` are those of the tensors, `itemsize` the bytes of an element. Returns positions in `indexes`.
+        """
+        shards, cuts, end, numel = self.shards_in(region), [0], None, 0
+        for position, index in enumerate(indexes):
+            start, stop, _ = shards[index]
+            follows = start == stop or end in (None, start)
+            fits = (numel + stop - start) * itemsize <= SEGMENT_BYTES
+            if position and not (follows and fits and index == indexes[position - 1] + 1):
+                cuts.append(position)
+                end, numel = None, 0
+            end, numel = stop if start < stop else end, numel + stop - start
+        return [slice(*cut) for cut in pairwise([*cuts, len(indexes)])]
 
     @functools.cached_property
     def _by_region(self) -> dict[Region, tuple[tuple[int, int, tuple[int, ...]], ...]]:
