@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 from benchmarks.contenders import (
     DDP,
+    DDP_VIEWS,
     DDP_ZERO,
     DEEPSPEED_HOST,
     DEEPSPEED_RELEASES,
@@ -50,7 +51,7 @@ class Run:
 
 # ---- which runs there are --------------------------------------------------------------------------------------------
 
-EVERYBODY = (*WIRES, *OURS, OURS_FSDP2, *OURS_BY_BUCKETS, FSDP2, DDP, DDP_ZERO)
+EVERYBODY = (*WIRES, *OURS, OURS_FSDP2, *OURS_BY_BUCKETS, FSDP2, DDP, DDP_VIEWS, DDP_ZERO)
 
 
 def runs(is_quick: bool, rounds: int | None = None) -> tuple[Run, ...]:

@@ -42,10 +42,10 @@ WIRES = ("wire-0", "wire-3")
 UNTRAINED = (FLOOR, *WIRES)
 """The contenders whose losses are not compared."""
 FSDP2, FSDP2_DEFERRED = "fsdp2", "fsdp2-deferred"
-DDP, DDP_ZERO = "ddp", "ddp-zero"
+DDP, DDP_VIEWS, DDP_ZERO = "ddp", "ddp-views", "ddp-zero"
 FSDP2_HOST = "fsdp2-host"
 """FSDP2 with all state in host memory."""
-PEERS = (FSDP2, FSDP2_DEFERRED, FSDP2_HOST, DDP, DDP_ZERO)
+PEERS = (FSDP2, FSDP2_DEFERRED, FSDP2_HOST, DDP, DDP_VIEWS, DDP_ZERO)
 OURS = tuple(f"ours-{strategy}" for strategy in range(4))
 OURS_DEFERRED = "ours-3-deferred"
 """Strategy 3 with reductions in the last microbatch only, as `fsdp2-deferred`."""
@@ -176,7 +176,7 @@ def build_contender(name: str, setting: Setting, model: nn.Module | None = None)
         return _ours(name, model, setting)
     if name in (DEEPSPEED_HOST, DEEPSPEED_RELEASES):
         return _deepspeed(name, model, setting)
-    return _ddp(name, model, setting) if name in (DDP, DDP_ZERO) else _fsdp2(name, model, setting)
+    return _ddp(name, model, setting) if name in (DDP, DDP_VIEWS, DDP_ZERO) else _fsdp2(name, model, setting)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -276,6 +276,7 @@ def _ddp(name: str, model: nn.Module, setting: Setting) -> Contender:
         model,
         process_group=group,
         bucket_cap_mb=setting.bucket_mib,  # it multiplies and rounds, so fractions are fine
+        gradient_as_bucket_view=name == DDP_VIEWS,
     )
     if setting.narrow_dtype == torch.bfloat16:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook

@@ -91,6 +91,7 @@ NEEDED = {  # of gradients, and of weights, over a ring: an all-reduce is two, b
     "mddp": (2, 0),
     "mddp-optim": (1, 1),
     "ddp": (2, 0),
+    "ddp-views": (2, 0),
     "ddp-zero": (2, 1),
 }
 
