@@ -134,8 +134,8 @@ def test_delayed_units_are_reduced_once_each_out_of_two_buckets(strategy: str) -
         model = DistributedDataParallel(config, linears, fsdp_unit_modules=[nn.Linear])
         early: list[bool] = []
         inputs = torch.ones(2, 4, requires_grad=True)
-        held = [each for group in model.parameter_groups() if group.gradients for each in group.gradients.of_parameter]
-        inputs.register_hook(lambda _grad, held=held, early=early: early.extend(each.filled for each in held))  # type: ignore[misc]
+        held = [group.gradients.filled for group in model.parameter_groups() if group.gradients]
+        inputs.register_hook(lambda _grad, held=held, early=early: early.extend(map(any, held)))  # type: ignore[misc]
         before = model.traffic()
         model(inputs).sum().backward()
         assert any(early) is not delays  # whether linears reached their buckets before the end

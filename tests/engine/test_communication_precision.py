@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,10 @@ from megatron_fsdp import (
 )
 from megatron_fsdp.comm import collectives
 from megatron_fsdp.config.ddp_config import ShardingStrategy
+from megatron_fsdp.config.precision import ResolvedPrecision
+from megatron_fsdp.engine.gradients import GradientReducer
 from megatron_fsdp.errors import ConfigurationError
+from megatron_fsdp.sharding.placement import GradientReduction
 from tests.conftest import RunRanks
 from tests.engine.test_precision_emulation import BF16, CASES, FP16, FP32, FP64, Job, assert_emulated, train
 from tests.support.api_net import Layer, batches, build, gradients, mesh, run_batch, wrap
@@ -190,3 +194,26 @@ def test_what_cannot_change_is_refused_in_words_alike_on_every_rank(strategy: in
     inputs.register_hook(lambda _grad: refuse(travelling_in(BF16), busy))
     model(inputs[:4]).sum().backward()
     model.reset_mixed_precision_policy(travelling_in(BF16))
+
+
+@pytest.mark.parametrize("own", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [1.0, 0.5, 0.125, 1 / 3])
+def test_what_a_hook_writes_by_itself_has_the_bits_of_the_encoded_gradient(
+    factor: float, own: torch.dtype, sent: torch.dtype
+) -> None:
+    """Numbers of all magnitudes, subnormal ones too; no hook writes where two roundings would differ from one."""
+    exponents = torch.arange(-24, 12, dtype=torch.float64).exp2()
+    grad = (torch.randn(64, 36, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * exponents).to(own)
+    reducer = object.__new__(GradientReducer)
+    precision = ResolvedPrecision(own, own, own, sent, has_main_copy=False)
+    plan: Any = SimpleNamespace(reduction=GradientReduction("sum", factor, 1.0), precision=precision)
+    reducer.change_format(plan)
+    wanted, target = torch.empty(64, 36, dtype=sent), torch.empty(64, 36, dtype=sent)
+    reducer.encode(grad, wanted)
+    (put,) = reducer.direct_encoders([target])
+    narrows = torch.promote_types(own, sent) == own
+    assert (put is not None) == (factor == 1.0 or (factor != 1 / 3 and narrows))
+    if put is not None:
+        put(grad)
+        assert torch.equal(target, wanted)

@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import pytest
 import torch
@@ -153,6 +153,30 @@ def test_float16_is_scaled_before_the_sum_and_experts_are_divided_by_the_dense_s
     gradients = torch.full((8, 1), 60000.0, dtype=FP16)
     assert gradients.sum(dim=0).isinf().all()  # what scaling afterwards would have met
     assert (gradients * reduction_for(comm=FP16).pre_factor).sum(dim=0).item() == 60000.0
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "average", "token", "expected"),
+    [
+        (8, False, False, ("sum", 0.125, 1.0)),
+        (6, False, False, ("sum", 1.0, 1 / 6)),  # which would round each summand
+        (1, False, False, ("sum", 1.0, 1.0)),
+        (8, True, False, ("avg", 1.0, 1.0)),
+        (8, False, True, ("sum", 1.0, 1.0)),
+    ],
+)
+def test_whole_gradients_are_scaled_before_the_sum_where_no_digit_is_lost(
+    dp_size: int, average: bool, token: bool, expected: tuple[Literal["sum", "avg"], float, float]
+) -> None:
+    found = gradient_reduction(
+        dp_size,
+        dp_size,
+        average_in_collective=average,
+        calculate_per_token_loss=token,
+        comm_dtype=torch.float32,
+        is_whole=True,
+    )
+    assert found == GradientReduction(*expected)
 
 
 def test_an_average_of_a_plain_sum_is_refused() -> None:

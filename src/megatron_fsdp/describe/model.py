@@ -231,9 +231,9 @@ def without_optimizer(engine: Engine, module: nn.Module) -> tuple[str, ...]:
 def unused_of(engine: Engine) -> tuple[str, ...] | None:
     """List trainable parameters without a gradient since the last clearing; None before any gradient."""
     used = {
-        name: gradient.counts
+        name: counts
         for group, gradients in engine.groups_with_gradients()
-        for name, gradient in zip(group.names, gradients.of_parameter, strict=True)
+        for name, counts in zip(group.names, gradients.counts, strict=True)
     }
     return tuple(name for name, is_used in used.items() if not is_used) if any(used.values()) else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -447,7 +448,7 @@ class Engine:
             # The gradient of a tensor-parallel part is first reduced over those ranks and made local; others are copied
             # directly.
             if group.plan.parts[index] is None:
-                hook = direct_hook(grads.of_parameter[index], hook, self.counter_of(unit_index, index))
+                hook = direct_hook(grads, index, hook, self.counter_of(unit_index, index))
             param.register_post_accumulate_grad_hook(hook)
 
     def counter_of(self, _unit_index: int, _index: int) -> Callable[[], object] | None:
@@ -572,10 +573,9 @@ class Engine:
         gradients = self.units[unit_index].groups[group_index].gradients
         assert gradients is not None
         self.executor.open_bucket(self.units[unit_index], group_index)
-        # Observers and checks see gradients in `take_gradient` only, so no hook may copy one past it.
+        # Observers and checks see gradients in `take_gradient` only.
         if self.observers.active or self.gradient_checks:
-            for each in gradients.of_parameter:
-                each.direct = None
+            gradients.encode_nothing_directly()
 
     @property
     def traffic(self) -> Traffic:
@@ -752,10 +752,9 @@ class Engine:
         for rank_mesh, usage in self._usage.items():
             trainable = [each for each in synced if each.group.plan.rank_mesh is rank_mesh]
             used_here = [
-                each.arrived
+                bool(arrived)
                 for _, group, gradients in trainable
-                for each, trained in zip(gradients.of_parameter, group.trained_since_attach, strict=True)
-                if trained
+                for arrived in itertools.compress(gradients.arrived, group.trained_since_attach)
             ]
             if not used_here:
                 continue

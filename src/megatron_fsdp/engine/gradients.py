@@ -11,10 +11,11 @@ and after a reset on which gradients wait to be reduced.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from megatron_fsdp.engine.memory import FlatBuffer, allocate, full_view, padding
 from megatron_fsdp.engine.plans import GroupPlan
 from megatron_fsdp.errors import ScheduleError
 from megatron_fsdp.sharding.mesh import RankMesh
-from megatron_fsdp.sharding.placement import Placement, held_region
+from megatron_fsdp.sharding.placement import Placement, held_region, is_power_of_two
 
 
 # ---- the two stages of a reduction -----------------------------------------------------------------------------------
@@ -53,11 +54,12 @@ from megatron_fsdp.sharding.placement import Placement, held_region
 # A stage is a launch, which starts the collective, and a function that returns its result once that is done.
 #
 # The dtype and factor of gradients that are sent are applied here: `encode` writes them into a bucket, `reduce_outer`
-# casts partly reduced ones, and a stage's result, times `factor`, is their sum. `direct_hook` copies a gradient without
-# `encode` where nothing but a cast is due. Their bytes are `bucket_bytes` and `outer_buffer_bytes` of `GroupPlan`.
+# casts partly reduced ones, and a stage's result, times `factor`, is their sum. `direct_hook` encodes a gradient by one
+# function of torch where that is the same (`direct_encoders`). Their bytes are `bucket_bytes` and `outer_buffer_bytes`
+# of `GroupPlan`.
 #
 # A format that is no dtype (int8 with scales, say) needs more: an exchange in place of reduce-scatters and all-reduces;
-# no direct copy (`is_direct`) and no main gradient as its own bucket (`reduces_in_place`); a bucket of bytes, which
+# no `direct_encoders` and no main gradient as its own bucket (`reduces_in_place`); a bucket of bytes, which
 # `Unit.slice_of` and `scratch_of` give a dtype, `GradientBuffers` cuts into views shaped as parameters, and checks of
 # gradients read; and its bytes in `plan/replay.py`.
 class Stage(NamedTuple):
@@ -109,6 +111,11 @@ class GradientReducer:
         """Send gradients as a plan says, from the next backward on."""
         self.reduction = plan.reduction
         self._comm_dtype = plan.precision.grad_comm
+        # a gradient times its factor has no digit that its own dtype would round
+        own = plan.precision.compute
+        self._scales_exactly = (
+            is_power_of_two(self.reduction.pre_factor) and torch.promote_types(own, self._comm_dtype) == own
+        )
 
     @property
     def reduces_outer(self) -> bool:
@@ -148,6 +155,16 @@ class GradientReducer:
             out.copy_(grad)
         else:
             put_scaled(grad, factor, out)
+
+    def direct_encoders(self, targets: Sequence[torch.Tensor]) -> Sequence[Callable[[torch.Tensor], object] | None]:
+        """Return functions of torch that encode a gradient into each target; None where `encode` has to."""
+        factor = self.reduction.pre_factor
+        if factor == 1.0:
+            return [target.copy_ for target in targets]
+        if self._scales_exactly:
+            scale = torch.tensor(factor)  # much faster than a number of Python
+            return [partial(torch.mul, scale, out=target) for target in targets]
+        return [None] * len(targets)
 
     # ---- the collectives ----------------------------------------------------------------------------------------
 
@@ -267,7 +284,9 @@ def show_grad(copy: torch.Tensor, grad: torch.Tensor | None) -> None:
 # Between `zero_grad` and the next reduction there are no gradients, and that is where forward needs most memory. So the
 # storage is freed then and allocated again later, beneath the same tensors, to which the optimizer may refer. Where
 # the user has kept a gradient, as torch allows, it is left to them and a new one is made.
-_OWN_REFERENCES = 3  # to a DTensor of ours during the check: the list, the variable, the argument
+_REFERENCES_TO_VIEW = 3  # of ours, to a DTensor during the check: two lists, the argument
+_REFERENCES_TO_SHARD = 2  # to its local tensor: the DTensor, the argument
+_local_tensor = attrgetter("_local_tensor")
 DescribeShard = Callable[[int, torch.Tensor], DTensor]
 
 
@@ -361,34 +380,19 @@ class MainGradient:
     def _is_ours_alone(self, buffer: FlatBuffer) -> bool:
         """Return True if the memory and the DTensors over it have no references but our own."""
         storage = buffer.local.untyped_storage()
-        ours = 2 + len(self._targets) + sum(view is not None for view in self.views)  # `local` and `storage`
+        made = [view for view in self.views if view is not None]
+        ours = 2 + len(self._targets) + len(made)  # `local` and `storage`
         if torch._C._storage_Use_Count(storage._cdata) != ours:
             return False
-        for view in self.views:
-            if view is None:
-                continue
-            # Outside of Python, as in an autograd graph, or by its local tensor: the DTensor and the argument.
-            is_elsewhere = view._use_count() > 1 or sys.getrefcount(view._local_tensor) > 2  # type: ignore[attr-defined]
-            if is_elsewhere or sys.getrefcount(view) > _OWN_REFERENCES:
-                return False
-        return True
+        # Outside of Python, as in an autograd graph; or in the program, by the DTensor or its local tensor.
+        return (
+            max(map(torch.Tensor._use_count, made), default=1) == 1  # type: ignore[attr-defined]
+            and max(map(sys.getrefcount, made), default=0) <= _REFERENCES_TO_VIEW
+            and max(map(sys.getrefcount, map(_local_tensor, made)), default=0) <= _REFERENCES_TO_SHARD
+        )
 
 
 # ---- from autograd to the main gradient ------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class ParameterGradient:
-    """The gradient of one parameter, on its way from autograd to `.grad`."""
-
-    # where gradients of this backward go, a view in the parameter's shape; None while no memory is filled
-    target: torch.Tensor | None = None
-    direct: torch.Tensor | None = None  # the same for as long as the next gradient may be copied there as it is
-    filled: bool = False  # a gradient of this backward is there
-    arrived: bool = False  # a gradient has come since gradients were last attached
-    counts: bool = False  # the main gradient holds a contribution that counts
-    attached: bool = False  # it was set as `.grad`, and not taken back since
-    was_set: bool = False  # `.grad` was set when the next gradient came, and will be set again
 
 
 # The hook that copies a gradient from autograd into its bucket runs for every parameter in every backward. So it does
@@ -399,20 +403,21 @@ Take = Callable[[torch.Tensor], None]
 _STRIDED = torch.strided
 
 
-def direct_hook(gradient: ParameterGradient, take: Take, count: Callable[[], object] | None = None) -> Take:
+def direct_hook(gradients: GradientBuffers, index: int, take: Take, count: Callable[[], object] | None = None) -> Take:
     """Make the hook of a full parameter: it copies a plain first gradient, and calls `take` for every other one.
 
-    `count` is called after each copy.
+    `index` is that of the parameter in its group. `count` is called after each copy.
     """
+    direct, filled, arrived = gradients.direct, gradients.filled, gradients.arrived
 
     def receive(param: torch.Tensor) -> None:
-        target, grad = gradient.direct, param.grad
-        if target is None or grad is None or grad.layout is not _STRIDED or grad.requires_grad:
+        put, grad = direct[index], param.grad
+        if put is None or grad is None or grad.layout is not _STRIDED or grad.requires_grad:
             take(param)
             return
-        gradient.direct = param.grad = None
-        target.copy_(grad)
-        gradient.filled = gradient.arrived = True
+        direct[index] = param.grad = None
+        put(grad)
+        filled[index] = arrived[index] = True
         if count is not None:
             count()
 
@@ -422,6 +427,16 @@ def direct_hook(gradient: ParameterGradient, take: Take, count: Callable[[], obj
 def _zero(tensors: list[torch.Tensor]) -> None:
     if tensors:
         torch._foreach_zero_(tensors)
+
+
+def _clear(*flags: bytearray) -> None:
+    for each in flags:
+        each[:] = bytes(len(each))
+
+
+def _are_any(grads: Sequence[torch.Tensor | None]) -> bool:
+    """Return True if any gradient is not None."""
+    return any(map(partial(operator.is_not, None), grads))
 
 
 Inspect = Callable[[int, torch.Tensor], None]
@@ -441,7 +456,18 @@ class GradientBuffers:
         # called with this rank's shard of each reduced gradient, before it is scaled and added; may change it in place
         self.after_reduction: Callable[[torch.Tensor], None] | None = None
         self.main = MainGradient(plan)
-        self.of_parameter = tuple(ParameterGradient() for _ in plan.layout.shapes)
+        # Of each parameter. These stay the same objects, to which hooks refer; flags are bytes, of which one operation
+        # reads or sets all.
+        number = len(plan.layout.shapes)
+        # where gradients of this backward go, views in the parameters' shapes; None while no memory is filled
+        self._targets: list[torch.Tensor | None] = [None] * number
+        # writes the next gradient there, if it is plain; None if it has to be added to another, or checked
+        self.direct: list[Callable[[torch.Tensor], object] | None] = [None] * number
+        self.filled = bytearray(number)  # a gradient of this backward is there
+        self.arrived = bytearray(number)  # a gradient has come since gradients were last attached
+        self.counts = bytearray(number)  # the main gradient holds a contribution that counts
+        self.attached = bytearray(number)  # it was set as `.grad`, and not taken back since
+        self._was_set = bytearray(number)  # `.grad` was set when the next gradient came, and will be set again
         self._padding = padding_ranges(plan.layout)
         # each bucket that was filled, and the views of its tensors, by its id; the memory beneath comes and goes
         self.bucket_views: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
@@ -487,10 +513,13 @@ class GradientBuffers:
                 self._unreduced_gradient = self._zeros(self.layout.numel)
             self._filling = self._unreduced_gradient
             targets = self._make_views(self._unreduced_gradient)
-        # A hook may copy a gradient by itself where the copy needs neither a sum nor a factor.
-        is_direct = bucket is not None and self.reducer.reduction.pre_factor == 1.0
-        for each, target in zip(self.of_parameter, targets, strict=True):
-            each.target, each.direct, each.filled = target, target if is_direct else None, False
+        self._targets[:] = targets
+        self.direct[:] = [None] * len(targets) if bucket is None else self.reducer.direct_encoders(targets)
+        _clear(self.filled)
+
+    def encode_nothing_directly(self) -> None:
+        """Have hooks pass each gradient of this backward on, so that checks and observers see it."""
+        self.direct[:] = [None] * len(self.direct)
 
     def fill_main(self, params: Sequence[nn.Parameter]) -> bool:
         """Begin to fill the main gradient, to be reduced there; return False if it cannot be its own bucket now.
@@ -499,10 +528,9 @@ class GradientBuffers:
         """
         if not self.reduces_in_place or self.main.held_bytes:
             return False
-        if any(grad is not None for grad in get_grads(params, self.grad_attribute)):
+        if _are_any(get_grads(params, self.grad_attribute)):
             return False
-        for each in self.of_parameter:
-            each.counts = each.attached = False
+        _clear(self.counts, self.attached)
         self.begin(self.main.local)
         return True
 
@@ -520,24 +548,24 @@ class GradientBuffers:
         return self.bucket_views[id(bucket)][1]
 
     def _make_views(self, full: torch.Tensor) -> list[torch.Tensor]:
-        return [full_view(self.layout, full, index) for index in range(len(self.of_parameter))]
+        return [full_view(self.layout, full, index) for index in range(len(self.counts))]
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Copy the gradient of parameter `index` (its own shape, any dtype) into its target, with the cast."""
-        own = self.of_parameter[index]
-        assert own.target is not None
+        target = self._targets[index]
+        assert target is not None
         if self._filling is self._unreduced_gradient:
-            own.target.add_(grad)  # in the dtype of accumulation; encoded when it is reduced
+            target.add_(grad)  # in the dtype of accumulation; encoded when it is reduced
         else:
-            self.reducer.encode(grad, own.target, adds=own.filled)
-        own.filled = own.arrived = True
-        own.direct = None
+            self.reducer.encode(grad, target, adds=bool(self.filled[index]))
+        self.filled[index] = self.arrived[index] = True
+        self.direct[index] = None
 
     def stop_filling(self) -> None:
         """End the filling of a bucket or of the unreduced gradient."""
         self._filling = None
-        for each in self.of_parameter:
-            each.target = each.direct = None
+        self._targets[:] = [None] * len(self._targets)
+        self.encode_nothing_directly()
 
     # ---- reducing -----------------------------------------------------------------------------------------------
 
@@ -562,7 +590,8 @@ class GradientBuffers:
             self.reducer.encode(self._unreduced_gradient, bucket)
             self._unreduced_gradient = None
         else:
-            _zero([each.target for each in self.of_parameter if each.target is not None and not each.filled])
+            filled = zip(self._targets, self.filled, strict=True)
+            _zero([target for target, is_filled in filled if target is not None and not is_filled])
         self.stop_filling()
         if self.inspect is not None:
             for index, view in enumerate(self._views_in(bucket)):
@@ -595,16 +624,15 @@ class GradientBuffers:
     def _move_into(self, partly_reduced: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
         """Move the main gradient into a partly reduced gradient, to which each rank's gradient is added."""
         self._take_back(params)
-        if not any(each.counts for each in self.of_parameter):
+        if not any(self.counts):
             partly_reduced.fill_(-0.0)  # which leaves every number that is added to it as it is, -0.0 too
         else:
             self._zero_what_does_not_count(self.main.local)
             partly_reduced.copy_(self.main.local[self.reducer.first_region.within(self.main.region)])
-        for each in self.of_parameter:
-            each.counts = False
+        _clear(self.counts)
 
     def _zero_what_does_not_count(self, sums: torch.Tensor) -> None:
-        others = [index for index, each in enumerate(self.of_parameter) if not each.counts]
+        others = [index for index, counts in enumerate(self.counts) if not counts]
         _zero([shard_view(self.layout, self.main.region, sums, index) for index in others])
 
     def reduce_outer(
@@ -636,7 +664,7 @@ class GradientBuffers:
         # `memory.py`.
         sums = torch.empty_like(main, device=self.main.device, pin_memory=False) if is_offloaded else main
         rows = stage.by_rank if self.reducer.reduction.one_by_one else ()
-        if any(each.counts for each in self.of_parameter):
+        if any(self.counts):
             if is_offloaded:
                 sums.copy_(main, non_blocking=True)
             self._zero_what_does_not_count(sums)
@@ -652,8 +680,7 @@ class GradientBuffers:
             sums.add_(row, alpha=factor)
         if is_offloaded:
             main.copy_(sums, non_blocking=True)
-        for each in self.of_parameter:
-            each.counts = True
+        self.counts[:] = b"\1" * len(self.counts)
         self.renewed = True
 
     def _take_back(self, params: Sequence[nn.Parameter]) -> None:
@@ -664,25 +691,25 @@ class GradientBuffers:
         """
         if self.reduces_in_place or self.main.device.type == "cuda":
             self.main.allocate()  # on the stream that will free it; on a CPU when the sum is there
+        # See Note [Who owns a main gradient].
         changed: dict[int, torch.Tensor] = {}
-        found = get_grads(params, self.grad_attribute)
-        for index, (each, grad) in enumerate(zip(self.of_parameter, found, strict=True)):
-            # See Note [Who owns a main gradient].
-            each.was_set |= grad is not None
+        for index, grad in enumerate(get_grads(params, self.grad_attribute)):
             if grad is None:
-                each.counts = each.counts and not each.attached
-            elif each.attached and grad is not self.main.views[index]:
-                changed[index], each.counts = grad, True
+                if self.attached[index]:
+                    self.counts[index] = False
+                continue
+            self._was_set[index] = True
+            if self.attached[index] and grad is not self.main.views[index]:
+                changed[index], self.counts[index] = grad, True
                 setattr(params[index], self.grad_attribute, None)
-            each.attached = False
+        _clear(self.attached)
         self.main.take_back(changed)
 
     def detach_main_gradient(self, index: int, param: torch.Tensor) -> None:
         """Detach `.grad` of a sharded parameter that a stream writes, since autograd is about to add to it."""
-        own = self.of_parameter[index]
         # See Note [Who owns a main gradient].
-        if not own.attached and param.grad is not None and param.grad is self.main.views[index]:
-            param.grad = None  # it `was_set`, so `attach` shows it again, with what comes now
+        if not self.attached[index] and param.grad is not None and param.grad is self.main.views[index]:
+            param.grad = None  # it was set, so `attach` shows it again, with what comes now
 
     # ---- showing ------------------------------------------------------------------------------------------------
 
@@ -695,15 +722,15 @@ class GradientBuffers:
         found = get_grads(params, self.grad_attribute)
         changed: dict[int, torch.Tensor] = {}
         own: dict[int, torch.Tensor] = {}
-        for index, (each, grad) in enumerate(zip(self.of_parameter, found, strict=True)):
-            if grad is None and each.attached:
-                each.counts = each.attached = False  # cleared, and nothing was reduced since
-            if grad is None or grad is self.main.views[index]:
-                continue
-            if each.attached:
-                changed[index], each.counts = grad, True
-            else:
-                own[index] = grad
+        for index, grad in enumerate(found):
+            if grad is None:
+                if self.attached[index]:
+                    self.counts[index] = False  # cleared, and nothing was reduced since
+            elif grad is not self.main.views[index]:
+                if self.attached[index]:
+                    changed[index], self.counts[index] = grad, True
+                else:
+                    own[index] = grad
         self.main.take_back(changed)
         self._add(own)
         if self.grad_attribute != GRAD:  # what autograd has set on sharded parameters themselves
@@ -712,25 +739,26 @@ class GradientBuffers:
             for index in plain:
                 params[index].grad = None
         cast = None if self.shown_dtype == self.precision.main_grads else self.main.local.to(self.precision.main_params)
-        renewed: list[tuple[nn.Parameter, ParameterGradient, torch.Tensor]] = []
-        for index, (param, each, shown) in enumerate(zip(params, self.of_parameter, found, strict=True)):
+        renewed: list[tuple[nn.Parameter, torch.Tensor]] = []
+        for index, shown in enumerate(found):
             # A parameter that no rank used has a sum of zeros, and keeps None: weight decay and momentum leave it
             # alone.
-            each.counts = each.counts and (used[index] or each.was_set or shown is not None)
-            if each.counts:
-                if cast is None:
-                    grad = self.main.view(index, describe)
-                else:
-                    grad = describe(index, shard_view(self.layout, self.main.region, cast, index))
-                if grad is shown:
-                    each.attached = True
-                else:
-                    renewed.append((param, each, grad))
-            each.arrived = each.was_set = False
+            if not (used[index] or self._was_set[index] or shown is not None):
+                self.counts[index] = False
+            if not self.counts[index]:
+                continue
+            if cast is None:
+                grad = self.main.views[index]
+                grad = self.main.view(index, describe) if grad is None else grad
+            else:
+                grad = describe(index, shard_view(self.layout, self.main.region, cast, index))
+            if grad is not shown:
+                renewed.append((params[index], grad))
         with plain_attributes():
-            for param, each, grad in renewed:
+            for param, grad in renewed:
                 setattr(param, self.grad_attribute, grad)
-                each.attached = True
+        self.attached[:] = self.counts
+        _clear(self.arrived, self._was_set)
         self.renewed = False
 
     @property
@@ -741,11 +769,11 @@ class GradientBuffers:
     def _add(self, grads: Mapping[int, torch.Tensor]) -> None:
         """Add gradients, by index, of the sharded parameters themselves, which are final on this rank."""
         for is_sum, put in ((True, torch._foreach_add_), (False, torch._foreach_copy_)):
-            chosen = {at: local_tensor(grad) for at, grad in grads.items() if self.of_parameter[at].counts == is_sum}
+            chosen = {at: local_tensor(grad) for at, grad in grads.items() if self.counts[at] == is_sum}
             if chosen:
                 put(list(map(self.main.local_shard, chosen)), list(chosen.values()))
         for index in grads:
-            self.of_parameter[index].counts = True
+            self.counts[index] = True
 
     def scale(self, factor: float, params: Sequence[nn.Parameter]) -> None:
         """Multiply all accumulated gradients, attached or not, reduced or not."""
@@ -765,13 +793,12 @@ class GradientBuffers:
     def has_unsynced(self) -> bool:
         """True if any gradient was accumulated that is not attached as `.grad`."""
         waits = self.has_unreduced_gradient or self.has_partly_reduced
-        return waits or not all(each.attached for each in self.of_parameter)
+        return waits or not all(self.attached)
 
     def drop_unsynced(self, index: int) -> None:
         """Drop the accumulated gradient of one parameter that is not attached as its `.grad` yet."""
-        own = self.of_parameter[index]
-        if not own.attached:
-            own.counts = own.was_set = own.arrived = False
+        if not self.attached[index]:
+            self.counts[index] = self._was_set[index] = self.arrived[index] = False
         if self._unreduced_gradient is not None:
             full_view(self.layout, self._unreduced_gradient, index).zero_()
         if self._partly_reduced is not None:
@@ -784,14 +811,13 @@ class GradientBuffers:
         """
         if not self.main.held_bytes or self.fills_main:  # the second after a backward that failed
             return
-        counts = any(each.counts and not each.attached for each in self.of_parameter)
-        if not counts and all(grad is None for grad in get_grads(params, self.grad_attribute)):
+        waits = any(map(operator.gt, self.counts, self.attached))  # something counts that is not attached
+        if not waits and not _are_any(get_grads(params, self.grad_attribute)):
             self.main.free()
 
     def clear(self) -> None:
         """Drop all accumulated and all deferred gradients."""
-        for each in self.of_parameter:
-            each.counts = each.attached = each.was_set = each.arrived = False
+        _clear(self.counts, self.attached, self._was_set, self.arrived)
         self._unreduced_gradient = self._partly_reduced = None
 
     def _zeros(self, numel: int) -> torch.Tensor:

@@ -11,13 +11,14 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_of_transforms
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves, tree_map
@@ -28,6 +29,7 @@ from megatron_fsdp.engine.unit import Unit
 from megatron_fsdp.errors import ConfigurationError, ScheduleError, ShardOperationError
 from megatron_fsdp.sharding.units import ROOT_UNIT
 
+_NO_TRANSFORMS = nullcontext()
 _TRANSPARENT = (torch.Tensor, int, float, complex, str, bytes, type(None))
 """Types that cannot contain a tensor."""
 
@@ -83,6 +85,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
                 yield from tensors_in(getattr(leaf, field.name))
         elif isinstance(leaf, Mapping):
             yield from tensors_in(dict(leaf))
+
+
+def outside_of_transforms() -> AbstractContextManager[object]:
+    """Return a context outside of the transforms of torch.func; faster than theirs where there are none, as mostly."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return _NO_TRANSFORMS
+    return temporarily_clear_interpreter_stack()
 
 
 class _UnitModule(NamedTuple):

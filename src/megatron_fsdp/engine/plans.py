@@ -310,7 +310,7 @@ class Sharding:
             spec=spec,
             layout=layout,
             precision=precision,
-            reduction=self._reduction(precision),
+            reduction=self._reduction(precision, placements),
             placements=placements,
             rank_mesh=self.rank_mesh,
             device=self.device,
@@ -330,12 +330,14 @@ class Sharding:
         if not plan.requires_grad:
             return replace(plan, sharding=self)
         precision = self.precision(plan.spec.key)
-        return replace(plan, precision=precision, reduction=self._reduction(precision), sharding=self)
+        reduction = self._reduction(precision, plan.placements)
+        return replace(plan, precision=precision, reduction=reduction, sharding=self)
 
     def _compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self.compute_dtype is None or not dtype.is_floating_point else self.compute_dtype
 
-    def _reduction(self, precision: ResolvedPrecision) -> GradientReduction:
+    def _reduction(self, precision: ResolvedPrecision, placements: Placements) -> GradientReduction:
+        one_by_one = self.options.deterministic is not None
         reduction = gradient_reduction(
             self.divisor,
             self.rank_mesh.num_ranks,
@@ -343,8 +345,9 @@ class Sharding:
             calculate_per_token_loss=self.options.calculate_per_token_loss,
             comm_dtype=precision.grad_comm,
             scales_first=not self.options.gradient_reduce_div_fusion,
+            is_whole=Placement.SHARD not in placements.main_weight and not one_by_one,
         )
-        return replace(reduction, one_by_one=self.options.deterministic is not None)
+        return replace(reduction, one_by_one=one_by_one)
 
     def precision(self, key: GroupKey) -> ResolvedPrecision:
         """Return the dtypes of a trained group."""

@@ -440,8 +440,8 @@ class StructureCheck:
         modules = [named for path, root in roots.items() for named in root.named_modules(prefix=path)]
         # weak, since a module that is sharded in place owns the engine
         self._modules = tuple((name, weakref.ref(module), module._parameters) for name, module in modules)
-        self._known_modules = {id(module) for _, module in modules}
-        self._known_params = {id(param) for root in roots.values() for param in root.parameters()}
+        self._known_modules = {id(None), *(id(module) for _, module in modules)}
+        self._known_params = {id(None), *(id(param) for root in roots.values() for param in root.parameters())}
         self._known_params.update(id(param) for unit in units for group in unit.groups for param in group.full)
 
     def check(self) -> None:
@@ -454,7 +454,12 @@ class StructureCheck:
         known_modules, known_params = self._known_modules, self._known_params
         for name, weakly, parameters in self._modules:
             module = weakly()
-            for attribute, child in module._modules.items() if module is not None else ():
+            children = {} if module is None else module._modules
+            if known_modules.issuperset(map(id, children.values())) and known_params.issuperset(
+                map(id, parameters.values())
+            ):
+                continue  # as nearly always
+            for attribute, child in children.items():
                 if child is None or id(child) in known_modules:
                     continue
                 if any(param.requires_grad and id(param) not in known_params for param in child.parameters()):

@@ -224,8 +224,8 @@ _local_tensor = attrgetter("_local_tensor")
 def _values(states: Mapping[Tensor, State]) -> list[Any]:
     """Return all states, of any type that users may have put there, and their contents."""
     of_each: list[Any] = list(states.values())
-    inside = (state.values() for state in of_each if isinstance(state, dict))
-    return [*of_each, *itertools.chain.from_iterable(inside)]
+    inside = of_each if set(map(type, of_each)) == {dict} else [each for each in of_each if isinstance(each, dict)]
+    return [*of_each, *itertools.chain.from_iterable(map(dict.values, inside))]
 
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:

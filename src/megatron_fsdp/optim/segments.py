@@ -12,6 +12,7 @@ States are joined once: when the step makes them, or at the first step after the
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby, pairwise
@@ -72,7 +73,7 @@ class Segment:
         if group is None or group.gradients is None or self._has_differed:
             return False
         views = group.gradients.main.views[self._index : self._index + len(grads)]
-        if any(grad is None or grad is not view for grad, view in zip(grads, views, strict=True)):
+        if not all(map(operator.is_, grads, views)) or type(None) in map(type, grads):
             return False
         for key, numbers in self._numbers.items():
             if numbers._version != self._versions[key][0]:

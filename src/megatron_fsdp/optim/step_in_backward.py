@@ -12,6 +12,7 @@ between backward and the end of the block: a change would come too late, and rai
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -223,8 +224,7 @@ class StepInBackward(OptimizerInBackward):
         """Raise a ScheduleError on every rank, which names a parameter, for gradients of a unit that was stepped."""
         for group in unit.groups:
             if group.gradients is not None and any(group is each for each in self._taken):
-                arrived = zip(group.names, group.gradients.of_parameter, strict=True)
-                name = next((name for name, each in arrived if each.arrived), group.names[0])
+                name = next(itertools.compress(group.names, group.gradients.arrived), group.names[0])
                 raise self._too_late(name, "a parameter is used where its unit's backward was over already")
 
     def _too_late(self, name: str, cause: str) -> ScheduleError:
@@ -261,7 +261,7 @@ class StepInBackward(OptimizerInBackward):
         if not all(group.trained_since_attach):
             return False
         usage = engine.usage_of(group)
-        return usage.is_known or (usage.is_alone and all(each.arrived for each in gradients.of_parameter))
+        return usage.is_known or (usage.is_alone and all(gradients.arrived))
 
     def check_forward(self, number: int) -> None:
         """Raise a ScheduleError for a forward after `number` backwards, unless the step's own backward is to come."""

@@ -184,6 +184,7 @@ def gradient_reduction(
     calculate_per_token_loss: bool,
     comm_dtype: torch.dtype,
     scales_first: bool = False,
+    is_whole: bool = False,
 ) -> GradientReduction:
     """Return the reduce operation and the factors of a gradient reduction.
 
@@ -204,6 +205,8 @@ def gradient_reduction(
       also where the collective was to average, since some back ends add first and divide afterwards.
     * `scales_first` (`gradient_reduce_div_fusion=False`): ``1 / D`` first for every dtype, in the copy into the bucket;
       the sum cannot leave the range of a single gradient, and each summand is rounded once more.
+    * `is_whole`, every rank keeps the whole result: ``1 / D`` first, which the copy does on the way, where D is a power
+      of two. It gives the same bits, but for subnormal numbers.
     * ``average_in_collective``: the collective averages, which leaves ``G / D`` (1 for dense parameters).
 
     Accumulation over microbatches is a sum and has no factor; the caller divides the loss.
@@ -217,8 +220,14 @@ def gradient_reduction(
         return GradientReduction("sum", 1.0, 1.0)
     if average_in_collective and comm_dtype != torch.float16:
         return GradientReduction("avg", 1.0, group_size / dp_size)
-    factors = (1.0 / dp_size, 1.0) if scales_first or comm_dtype == torch.float16 else (1.0, 1.0 / dp_size)
+    scales_first |= comm_dtype == torch.float16 or (is_whole and is_power_of_two(dp_size))
+    factors = (1.0 / dp_size, 1.0) if scales_first else (1.0, 1.0 / dp_size)
     return GradientReduction("sum", *factors)
+
+
+def is_power_of_two(factor: float) -> bool:
+    """Return True if a factor above 0 changes no digit of a number, but its exponent."""
+    return math.frexp(factor)[0] == 0.5
 
 
 # ---- the places of tensors in a buffer -------------------------------------------------------------------------------
