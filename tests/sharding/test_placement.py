@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_fsdp.comm.collectives import Axis, HostCommStream
 from megatron_fsdp.config.ddp_config import ShardingStrategy
 from megatron_fsdp.config.engine_options import EngineOptions
-from megatron_fsdp.config.precision import ResolvedPrecision
+from megatron_fsdp.config.precision import MixedPrecisionPolicy, ResolvedPrecision
 from megatron_fsdp.engine.gradients import GradientBuffers
 from megatron_fsdp.engine.plans import GroupPlan, ModelSharding, Sharding, plan_unit
 from megatron_fsdp.errors import ConfigurationError
@@ -240,3 +240,32 @@ def test_a_factor_is_applied_in_the_wider_dtype(
     gradients.reduce(HostCommStream(), bucket, None, [param], HostCommStream())[0].wait()
     widest = bucket if grad_comm is FP32 else gradients.main.local
     assert torch.equal(widest[:100], grad.float() * THIRD)
+
+
+class Scaled(torch.nn.Module):
+    """A matrix and a scalar."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.ones(2, 2, dtype=dtype))
+        self.scalar = torch.nn.Parameter(torch.ones((), dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "sent", "scales_first"),
+    [
+        (ShardingStrategy.no_shard, FP32, None, True),
+        (ShardingStrategy.no_shard, FP32, BF16, True),
+        (ShardingStrategy.no_shard, BF16, FP32, False),  # no single function of torch does it without rounding twice
+        (ShardingStrategy.optim, FP32, None, False),  # one shard of the result is less to scale
+        (ShardingStrategy.optim_grads_params, FP32, None, False),
+    ],
+)
+def test_all_groups_of_a_sharding_are_scaled_at_one_time(
+    strategy: ShardingStrategy, dtype: torch.dtype, sent: torch.dtype | None, scales_first: bool
+) -> None:
+    policy = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=None, grad_comm_dtype=sent)
+    dense = Sharding(EngineOptions(policy=policy), ALONE, placements_for(strategy), torch.device("cpu"), divisor=4)
+    plans = plan_unit(dict(Scaled(dtype).named_parameters()), [""], ModelSharding(dense), {})
+    factors = {(plan.reduction.pre_factor, plan.reduction.post_factor) for plan in plans}
+    assert (len(plans), factors) == (2, {(0.25, 1.0) if scales_first else (1.0, 0.25)})

@@ -126,6 +126,11 @@ class ResolvedPrecision:
         """True if the optimizer works with fewer bits than the model computes with."""
         return self.main_params.itemsize < self.compute.itemsize
 
+    @property
+    def widens_sent(self) -> bool:
+        """True if gradients travel in a dtype that holds numbers which their own does not."""
+        return torch.promote_types(self.compute, self.grad_comm) != self.compute
+
 
 def resolve_precision(
     policy: MixedPrecisionPolicy, param_dtype: torch.dtype, compute_dtype: torch.dtype | None = None

@@ -111,11 +111,10 @@ class GradientReducer:
         """Send gradients as a plan says, from the next backward on."""
         self.reduction = plan.reduction
         self._comm_dtype = plan.precision.grad_comm
-        # a gradient times its factor has no digit that its own dtype would round
-        own = plan.precision.compute
-        self._scales_exactly = (
-            is_power_of_two(self.reduction.pre_factor) and torch.promote_types(own, self._comm_dtype) == own
-        )
+        # a gradient times its factor, which torch casts to its dtype, has no digit that this dtype would round
+        factor, precision = self.reduction.pre_factor, plan.precision
+        is_exact = is_power_of_two(factor) and factor >= torch.finfo(precision.compute).tiny
+        self._scales_exactly = is_exact and not precision.widens_sent
 
     @property
     def reduces_outer(self) -> bool:

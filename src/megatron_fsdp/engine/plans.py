@@ -310,7 +310,7 @@ class Sharding:
             spec=spec,
             layout=layout,
             precision=precision,
-            reduction=self._reduction(precision, placements),
+            reduction=self._reduction(precision),
             placements=placements,
             rank_mesh=self.rank_mesh,
             device=self.device,
@@ -330,14 +330,15 @@ class Sharding:
         if not plan.requires_grad:
             return replace(plan, sharding=self)
         precision = self.precision(plan.spec.key)
-        reduction = self._reduction(precision, plan.placements)
-        return replace(plan, precision=precision, reduction=reduction, sharding=self)
+        return replace(plan, precision=precision, reduction=self._reduction(precision), sharding=self)
 
     def _compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self.compute_dtype is None or not dtype.is_floating_point else self.compute_dtype
 
-    def _reduction(self, precision: ResolvedPrecision, placements: Placements) -> GradientReduction:
+    def _reduction(self, precision: ResolvedPrecision) -> GradientReduction:
         one_by_one = self.options.deterministic is not None
+        # Of all parameters, scalars too: a divisor may change between the microbatches of a step, and is the same then.
+        is_whole = Placement.SHARD not in self.placements.main_weight
         reduction = gradient_reduction(
             self.divisor,
             self.rank_mesh.num_ranks,
@@ -345,7 +346,7 @@ class Sharding:
             calculate_per_token_loss=self.options.calculate_per_token_loss,
             comm_dtype=precision.grad_comm,
             scales_first=not self.options.gradient_reduce_div_fusion,
-            is_whole=Placement.SHARD not in placements.main_weight and not one_by_one,
+            is_whole=is_whole and not one_by_one and not precision.widens_sent,
         )
         return replace(reduction, one_by_one=one_by_one)
 
