@@ -128,7 +128,7 @@ class ResolvedPrecision:
 
     @property
     def widens_sent(self) -> bool:
-        """True if gradients travel in a dtype that holds numbers which their own does not."""
+        """True if gradients travel in a dtype to which torch would promote their own."""
         return torch.promote_types(self.compute, self.grad_comm) != self.compute
 
 

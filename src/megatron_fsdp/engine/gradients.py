@@ -111,7 +111,7 @@ class GradientReducer:
         """Send gradients as a plan says, from the next backward on."""
         self.reduction = plan.reduction
         self._comm_dtype = plan.precision.grad_comm
-        # a gradient times its factor, which torch casts to its dtype, has no digit that this dtype would round
+        # A product in the gradient's own dtype is exact: the factor is a power of two, which that dtype can hold.
         factor, precision = self.reduction.pre_factor, plan.precision
         is_exact = is_power_of_two(factor) and factor >= torch.finfo(precision.compute).tiny
         self._scales_exactly = is_exact and not precision.widens_sent
@@ -383,7 +383,7 @@ class MainGradient:
         ours = 2 + len(self._targets) + len(made)  # `local` and `storage`
         if torch._C._storage_Use_Count(storage._cdata) != ours:
             return False
-        # Outside of Python, as in an autograd graph; or in the program, by the DTensor or its local tensor.
+        # References from C++, as of an autograd graph; then those of the program, to the DTensor or its local tensor.
         return (
             max(map(torch.Tensor._use_count, made), default=1) == 1  # type: ignore[attr-defined]
             and max(map(sys.getrefcount, made), default=0) <= _REFERENCES_TO_VIEW
@@ -455,8 +455,8 @@ class GradientBuffers:
         # called with this rank's shard of each reduced gradient, before it is scaled and added; may change it in place
         self.after_reduction: Callable[[torch.Tensor], None] | None = None
         self.main = MainGradient(plan)
-        # Of each parameter. These stay the same objects, to which hooks refer; flags are bytes, of which one operation
-        # reads or sets all.
+        # One item for each parameter. Hooks refer to these lists, so they stay the same objects. Flags are bytes, so
+        # that one operation reads or sets those of all parameters.
         number = len(plan.layout.shapes)
         # where gradients of this backward go, views in the parameters' shapes; None while no memory is filled
         self._targets: list[torch.Tensor | None] = [None] * number

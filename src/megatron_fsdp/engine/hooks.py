@@ -88,7 +88,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def outside_of_transforms() -> AbstractContextManager[object]:
-    """Return a context outside of the transforms of torch.func; faster than theirs where there are none, as mostly."""
+    """Return a context outside of the transforms of torch.func; a shared one where there are none, which is faster."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return _NO_TRANSFORMS
     return temporarily_clear_interpreter_stack()

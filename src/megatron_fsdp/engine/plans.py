@@ -337,7 +337,8 @@ class Sharding:
 
     def _reduction(self, precision: ResolvedPrecision) -> GradientReduction:
         one_by_one = self.options.deterministic is not None
-        # Of all parameters, scalars too: a divisor may change between the microbatches of a step, and is the same then.
+        # By the sharding, and not by the group: scalars of a sharded model are scaled when all others are, since the
+        # divisor may change between microbatches, and hooks see gradients that are reduced and not scaled yet.
         is_whole = Placement.SHARD not in self.placements.main_weight
         reduction = gradient_reduction(
             self.divisor,

@@ -151,7 +151,7 @@ class LocalStep(Step):
             ]
         elif not steps_locally(optimizer) or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return optimizer
-        kept, self._kept = self._kept, None  # so that nobody else holds it
+        kept, self._kept = self._kept, None  # so that only the view holds its memory
         self._view = _LocalTensors(optimizer, self._streams, groups, check, None if groups else kept)
         return _view_of(optimizer, self._view)
 

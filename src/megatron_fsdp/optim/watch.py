@@ -50,7 +50,7 @@ def watched_engines() -> weakref.WeakKeyDictionary[Engine, OptimizerCheck]:
         if optimizer in adopted or isinstance(optimizer, LocalView):
             return
         known = [engine.group_and_index for engine in watchers if optimizer not in engine.connected]
-        if known and not all(params.keys().isdisjoint(map(id, params_of(optimizer))) for params in known):
+        if not all(params.keys().isdisjoint(map(id, params_of(optimizer))) for params in known):
             refuse_local_blocks(optimizer)
             adopted.add(optimizer)
             _adopt(optimizer, watchers)

@@ -226,7 +226,7 @@ def gradient_reduction(
 
 
 def is_power_of_two(factor: float) -> bool:
-    """Return True if a factor above 0 changes no digit of a number, but its exponent."""
+    """Return True if a positive number is a power of two, by which floating-point products are exact."""
     return math.frexp(factor)[0] == 0.5
 
 
